@@ -1,19 +1,19 @@
-"""Lazy tensors: what an engine rank takes of a version, found by letting the engine's own loader run over tensors without storage.
+"""Lazy tensors: the parts of a version that an engine rank needs, found by running the engine's own loader over tensors without storage.
 
 May import: `_clients` and folders below it.
 
-- `caching`: folder of what clients can make again.
+- `caching`: folder of files that clients can make again.
 - `tensor`: tensors without storage.
 - `views`: views of them, as strided boxes.
 - `joined`: several of them stacked or concatenated.
 - `source`: lazy tensors that are fetched while a loader runs.
-- `recorder`: a loader's run, observed; or what was seen of it in a process before.
-- `recording`: what it takes, and where it puts it.
+- `recorder`: observation of a loader's run, or the recording of an earlier process.
+- `recording`: the copies of a loader's run.
 - `staging`: spare memory beside the parameters, for a version that is not applied yet.
 - `arriving`: a version that is staged while it is still being received.
-- `early_plan`: which rows of bytes that takes.
+- `early_plan`: rows of bytes for that.
 - `pairs`: a version of a policy and one of its drafter, as one.
-- `digests`: digests of parameters, as they are and as a version makes them.
+- `digests`: digests of parameters, present and expected.
 - `update`: one pull, straight to the parameters, without the loader.
 """
 

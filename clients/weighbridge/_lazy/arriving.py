@@ -1,4 +1,4 @@
-"""Staging of a version while it is still being received: parameter by parameter, each when all tensors that it is made of have arrived."""
+"""Staging of a version while it is still being received: each parameter is staged when all of its tensors have arrived."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from weighbridge.errors import FailedPrecondition
 log = logging.getLogger(__name__)
 
 _ROUND_BYTES = 256 << 20
-"""Of parameters that are staged between two looks."""
+"""Bytes of parameters that are staged between two checks for arrivals."""
 _AGAIN_BYTES = 64 << 20
-"""Of parameters that are compared a second time when the version is ready."""
+"""Bytes of parameters that are compared a second time when the version is ready."""
 _MOST_THREADS = 8
 _NONE = np.empty(0, np.int64)
 
 
 class Arrived:
-    """A version that is ready, to be taken from where it was read while it arrived, as if it had been pulled.
+    """A ready version whose slices were read while it arrived, in place of a pull.
 
     Args:
         version: the version.
-        loan: of its slices.
+        loan: loan of its slices.
     """
 
     lane = "local"
@@ -52,7 +52,7 @@ class Arrived:
         self._loan: ReadLoan | None = loan
 
     def bring(self, buffer: torch.Tensor | None = None, *, pin: bool = False) -> ReadLoan:
-        """See `Pull.bring`: the slices are there. The loan is the caller's from then on, and ends with the result."""
+        """See `Pull.bring`: the slices are already here. The loan is the caller's from then on, and ends with the result."""
         loan = self._take()
         if pin:
             loan.pin()
@@ -71,11 +71,11 @@ class Arrived:
 
 
 class _Staged(NamedTuple):
-    """Parameters that are in their place.
+    """Parameters whose bytes are staged.
 
     Attributes:
-        numbers: of the parameters, in the plan.
-        sums: of their words in the place, ``int64``, on its device.
+        numbers: their numbers in the plan.
+        sums: sums of their staged words, ``int64``, on the place's device.
         sources: sums of the words that they were copied from.
     """
 
@@ -85,18 +85,18 @@ class _Staged(NamedTuple):
 
 
 class EarlyStaging:
-    """Parameters of one version, staged while the version is still being received. For one thread.
+    """Staging of one version's parameters while the version is still being received. For one thread.
 
-    Staged bytes are private until the version is ready, and count only if no byte that had arrived could be written again (`ArrivalMarks.hold`),
-    and if the sum of their words is that of the bytes that they were copied from, which is made from the service's memory after the copy, and a
-    second time of some of them when the version is ready.
+    Staged bytes are private until the version is ready. They count only if no arrived byte could be written again (`ArrivalMarks.hold`), and
+    if the sum of their words is that of their source. The sum of the source is computed from the service's memory after the copy, and for
+    some parameters a second time when the version is ready.
 
-    The engine computes in the same process: what takes long is done for many parameters in one call, without the interpreter's lock.
+    The engine computes in the same process, so long operations are done for many parameters in one call, without the interpreter's lock.
 
     Args:
-        recording: of the engine's loader.
-        loan: of the version, with its arrivals.
-        place: where to; None stages nothing, and only prepares the copies from the service's memory to GPUs.
+        recording: recording of the engine's loader.
+        loan: loan of the version, with its arrivals.
+        place: target; None stages nothing, and only prepares the copies from the service's memory to GPUs.
 
     Raises:
         FailedPrecondition: the version does not arrive in memory, or the C extension is missing.
@@ -121,7 +121,7 @@ class EarlyStaging:
         self._asked: deque[tuple[Reached, NDArray[np.int64]]] = deque()
         self._seen = -1
         self._staged: list[_Staged] = []
-        # one of Python's: each more would take turns with the engine's
+        # one Python thread: each further one would compete with the engine's for the interpreter's lock
         self._pool = ThreadPoolExecutor(1, "compare-staged")
 
     @property
@@ -131,7 +131,7 @@ class EarlyStaging:
 
     @property
     def count(self) -> int:
-        """Number of parameters that are staged."""
+        """Number of staged parameters."""
         return sum(len(each.numbers) for each in self._staged)
 
     @property
@@ -144,11 +144,11 @@ class EarlyStaging:
         self._loan.pin()
 
     def taking(self) -> AbstractContextManager[object]:
-        """Block in which is taken. At its end nothing is copied to the place any more: others may write to it."""
+        """Context for `take`. When it ends, no copies to the place are in progress, and others may write to it."""
         return self._queue
 
     def take(self) -> bool:
-        """Stage some of what has arrived; whether there was anything."""
+        """Stage some parameters that have arrived. Returns whether there were any."""
         if self._plan is None or not (self._asked or self._arrivals.count != self._seen):
             return False
         # a stream of its own: the engine computes on the current one
@@ -164,7 +164,7 @@ class EarlyStaging:
             else:
                 copy_rows(rows, self._threads)
             self._asked.append((self._queue.reached(), found))
-        # while a round is copied the next one is asked for
+        # while one round is copied, the next one is submitted
         while len(self._asked) > (len(found) > 0):
             reached, copied = self._asked.popleft()
             reached.wait()
@@ -188,11 +188,11 @@ class EarlyStaging:
         return found
 
     def arrived(self, version: Version) -> Arrived | None:
-        """The version, which is ready by now, to be taken from where it was read early; None if bytes may have been written again."""
+        """The version, now ready, with the slices that were read early; None if bytes may have been written again."""
         return Arrived(version, self._loan) if self._arrivals.hold else None
 
     def agreed(self) -> frozenset[str]:
-        """Names of the parameters whose staged bytes are those of the version, which is ready and has `arrived`."""
+        """Names of the parameters whose staged bytes are the version's; the version is ready and has `arrived`."""
         if self._plan is None or not self._staged:
             return frozenset()
         numbers = np.concatenate([each.numbers for each in self._staged])
@@ -207,7 +207,7 @@ class EarlyStaging:
         return frozenset(self._plan.names[number] for number in numbers[right].tolist())
 
     def close(self) -> None:
-        """Give back what was borrowed, when nothing is copied from it any more."""
+        """Return the loan once no copies from it are in progress."""
         self._queue.close()
         self._pool.shutdown(cancel_futures=True)
         self._left, self._staged = np.empty(0, np.bool_), []
@@ -219,7 +219,7 @@ class EarlyStaging:
         return chosen[plan.owners]
 
     def _sums(self, plan: EarlyPlan, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sums of the words of some parameters where they are copied from."""
+        """Sums of the words of some parameters at their source."""
         rows = self._are_of(plan, numbers)
         found = sum_natively(self._rows[rows], plan.row_words[rows], self._threads)
         sums = np.zeros(len(plan.names), np.int64)
@@ -228,7 +228,7 @@ class EarlyStaging:
 
     @staticmethod
     def _some(nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Indexes of some parameters of so many bytes, by chance."""
+        """Indexes of randomly chosen parameters, up to `_AGAIN_BYTES` together."""
         order = list(range(len(nbytes)))
         DICE.shuffle(order)
         return np.array(order[: int(np.searchsorted(nbytes[order].cumsum(), _AGAIN_BYTES)) + 1], np.int64)

@@ -1,4 +1,4 @@
-"""Folder of what clients can make again: recordings, and the files of models that an engine reads from a folder."""
+"""Folder of files that clients can make again: recordings, and the files of models that an engine reads from a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIX = f"name a folder that this user may write to in {CACHE_VARIABLE}, or give 
 
 
 def cache_folder() -> Path:
-    """Folder of what clients can make again: ``WEIGHBRIDGE_CACHE``, or ``weighbridge`` among the user's caches.
+    """Folder of files that clients can make again: ``WEIGHBRIDGE_CACHE``, or ``weighbridge`` in the user's cache folder.
 
     Raises:
         FailedPrecondition: nothing names a folder, and the user has no home.
@@ -33,7 +33,7 @@ def folder_of(kind: str, files: Mapping[str, bytes]) -> Path:
     """A folder with exactly these files, the same for the same files; other processes may be making it too.
 
     Args:
-        kind: of what, as a part of the folder's path.
+        kind: kind of the files, as a part of the folder's path.
         files: their contents by name.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Digests of parameters, by what was recorded of an engine's loader: of those that it computes with, and of those that a version comes to.
+"""Digests of parameters, by the recording of an engine's loader: of the present parameters, and of those that a version should result in.
 
-A digest is made on the device where a tensor lies. It depends on each word and on its place, so that a flipped bit and two swapped experts change
-it (two digests agree by chance once in 2**64). It does not protect against an attacker who chooses the bytes.
+A digest is computed on the tensor's device. It depends on each word and on its position, so that a flipped bit and two swapped experts
+change it (two digests agree by chance once in 2**64). It does not protect against an attacker who chooses the bytes.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from weighbridge._lazy.staging import part_of
 from weighbridge._lazy.tensor import shown
 
 Digests = Mapping[str, Sequence[int]]
-"""For each parameter by name the digests of the parts that a loader writes, in the order of its steps."""
+"""For each parameter by name, the digests of the parts that a loader writes, in the order of its steps."""
 
 _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TURN = 0x2545F4914F6CDD1D
-"""Tells groups of rows apart; odd."""
+"""Odd factor that distinguishes groups of rows."""
 _ROW = 1 << 16
 """Words that have weights of their own."""
 _ROWS_AT_ONCE = 128
-"""Rows of 512 KiB that are weighed at one time, in a copy."""
+"""Rows of 512 KiB that are weighted at a time, in a copy."""
 _TOGETHER_WORDS = 3 << 20
-"""Of tensors of one size whose digests are made in one go: for each tensor, a GPU is given work for some 0.1 ms. They are copied, and weighed as 8 bytes
-each, so that less memory is needed than for the rows of one large tensor."""
+"""Most words of tensors of one size that are digested together: submitting the work of a tensor to a GPU takes some 0.1 ms. They are copied,
+and weighted as 8 bytes each, so that less memory is needed than for the rows of one large tensor."""
 
 
 def digest_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Digest of a tensor's elements in row-major order, an ``int64`` on its device; it is not waited for.
+    """Digest of a tensor's elements in row-major order, an ``int64`` on its device; does not wait for the device.
 
     Args:
-        tensor: of any dtype and device; the digest depends on its bytes, and not on how they lie.
+        tensor: of any dtype and device; the digest depends on its bytes, and not on its strides.
     """
     return _digests([tensor])[0]
 
 
 def _digests_in_order(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Digest of each tensor; those of one size are made together."""
+    """Digest of each tensor; tensors of one size are digested together."""
     given = list(tensors)
     alike: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(given):
@@ -55,14 +55,14 @@ def _digests_in_order(tensors: Iterable[torch.Tensor]) -> list[int]:
             some = indexes[start : start + count]
             made.append((some, _digests([given[index] for index in some])))
     found = [0] * len(given)
-    for some, digests in made:  # all are asked for before one is waited for
+    for some, digests in made:  # all are submitted before the first is waited for
         for index, digest in zip(some, digests.tolist(), strict=True):
             found[index] = digest
     return found
 
 
 def _digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Digests of tensors of one size, dtype and device; they are not waited for."""
+    """Digests of tensors of one size, dtype and device; does not wait for the device."""
     first = tensors[0].detach().reshape(-1)
     if not first.numel():
         return torch.zeros(len(tensors), dtype=torch.int64, device=first.device)
@@ -85,7 +85,7 @@ def _digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _sums_of_rows(sums: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Digests of the sums of rows, of any number of them."""
+    """Digests of sums of rows, for any number of rows."""
     total = torch.zeros(len(sums), dtype=torch.int64, device=sums.device)
     for start in range(0, sums.shape[1], _ROW):
         part = sums[:, start : start + _ROW]
@@ -104,10 +104,10 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 
 def digests_of(recording: Recording, parameters: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
-    """Digests of parameters as they are, each in the parts in which a loader writes it.
+    """Digests of the present parameters, each in the parts in which a loader writes it.
 
     Args:
-        recording: of the loader.
+        recording: recording of the loader.
         parameters: some of its targets, by name, as they were recorded.
     """
     with torch.no_grad():
@@ -131,8 +131,8 @@ def expected_digests(recording: Recording, slices: Iterator[torch.Tensor]) -> di
     """Digests that parameters have if they hold a version, made from the version's own bytes.
 
     Args:
-        recording: of the loader.
-        slices: those of ``recording.request``, in order, contiguous and in host memory; one at a time is held.
+        recording: recording of the loader.
+        slices: slices of ``recording.request``, in order, contiguous and in host memory; one is held at a time.
     """
     by_slice: dict[int, list[tuple[str, int]]] = {}
     found: dict[str, list[int]] = {name: [0] * len(steps) for name, steps in recording.by_target.items()}
@@ -153,5 +153,5 @@ def expected_digests(recording: Recording, slices: Iterator[torch.Tensor]) -> di
 
 
 def differing(expected: Digests, found: Digests) -> list[str]:
-    """Names of the parameters whose digests are not those that are expected."""
+    """Names of the parameters whose digests differ from the expected ones."""
     return [name for name, digests in found.items() if list(expected.get(name, ())) != list(digests)]

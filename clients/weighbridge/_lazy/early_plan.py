@@ -1,4 +1,4 @@
-"""Plan of early staging: which parameters can be staged one by one, and which rows of bytes fill each."""
+"""Plan of early staging: the parameters that can be staged one by one, and the rows of bytes that fill each."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from weighbridge._memory.word_sums import as_words, words_of
 
 @dataclass(frozen=True, eq=False)
 class EarlyPlan:
-    """Plan for all versions that lie in the service's memory alike. Parameters are named by their numbers.
+    """Plan for all versions with the same layout in the service's memory. Parameters are identified by their numbers.
 
     Attributes:
-        copies: where the slices lie, as `ReadLoan.copies` says.
-        recording: of the engine's loader.
-        names: of the parameters: those to which boxes come as they are, and of which no byte is left out.
+        copies: locations of the slices, as in `ReadLoan.copies`.
+        recording: recording of the engine's loader.
+        names: names of the parameters: those that boxes fill completely, without cast or rearrangement.
         words: words of each parameter in the place.
-        nbytes: of each parameter.
-        slices: indexes of the slices that fill the parameters, those of each one after another.
+        nbytes: bytes of each parameter.
+        slices: indexes of the slices that fill the parameters, grouped by parameter.
         first_slices: index in `slices` of each parameter's first one.
         rows: copies that fill the parameters; sources are offsets in memories.
         memories: number of the memory, for each of the rows.
         owners: parameter, for each of the rows.
-        row_words: bytes of the words of which sums are compared, for each of the rows.
+        row_words: bytes of the words whose sums are compared, for each of the rows.
     """
 
     copies: Sequence[ShardCopies]
@@ -50,12 +50,12 @@ class EarlyPlan:
 
     @staticmethod
     def of(recording: Recording, loan: ReadLoan, place: StagingPlace) -> EarlyPlan:
-        """Plan for the versions that lie as a loan does.
+        """Plan for the versions with the layout of a loan.
 
         Args:
-            recording: of the engine's loader.
-            loan: of a version, by the recording's request.
-            place: where parameters are staged.
+            recording: recording of the engine's loader.
+            loan: loan of a version, by the recording's request.
+            place: place in which parameters are staged.
         """
         names: list[str] = []
         tensors: list[torch.Tensor] = []
@@ -90,7 +90,7 @@ class EarlyPlan:
         )
 
     def rows_at(self, addresses: Sequence[int]) -> Rows:
-        """The rows of a version whose memories lie at these addresses."""
+        """The rows for a version whose memories have these addresses."""
         found = self.rows.copy()
         if len(found):
             found[:, SOURCE] += np.array(addresses, np.int64)[self.memories]
@@ -98,11 +98,11 @@ class EarlyPlan:
 
 
 _last: WeakKeyDictionary[StagingPlace, EarlyPlan] = WeakKeyDictionary()
-"""Plan by which the last version was staged in each place."""
+"""Plan of the last version that was staged in each place."""
 
 
 def plan_for(recording: Recording, loan: ReadLoan, place: StagingPlace) -> EarlyPlan:
-    """Plan for a version: that of the one before in the same place, if it lies in memory alike."""
+    """Plan for a version: that of the previous version in the same place, if both have the same layout in memory."""
     known = _last.get(place)
     if known is None or known.copies is not loan.copies or known.recording is not recording:
         known = _last[place] = EarlyPlan.of(recording, loan, place)
@@ -112,7 +112,7 @@ def plan_for(recording: Recording, loan: ReadLoan, place: StagingPlace) -> Early
 def _rows_of_parameter(
     tensor: torch.Tensor, copies: Sequence[RecordedCopy], slices: Sequence[ShardCopies]
 ) -> tuple[Rows, NDArray[np.int64]] | None:
-    """Rows that fill a parameter from its slices, and the memory of each; None if they leave bytes out, or copy engines cannot move them."""
+    """Rows that fill a parameter from its slices, and the memory of each; None if they leave bytes out, or copy engines cannot copy them."""
     nbytes = sum(each.nbytes for shard in slices for each in shard)
     if not copies or nbytes != flat(tensor).nbytes:
         return None

@@ -1,7 +1,7 @@
-"""Several lazy tensors side by side: what a loader gets that stacks or concatenates them before it puts them in place.
+"""Several lazy tensors side by side, for a loader that stacks or concatenates tensors before it copies them.
 
-transformers does so with experts. A joined tensor is no part of one tensor of the version, but it is known where in it each of them
-lies: when it is copied from, they are, one after the other.
+transformers does so with experts. A joined tensor is no part of one tensor of the version, but the position of each piece in it is known:
+copying from it copies the pieces, one after the other.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from weighbridge.errors import LayoutError
 aten = torch.ops.aten
 
 JOINS = frozenset({aten.cat.default, aten.stack.default})
-"""What makes a joined tensor of lazy ones."""
+"""Operations that make a joined tensor of lazy ones."""
 _TURNS = frozenset({aten.transpose.int, aten.permute.default, aten.t.default})
 _SAME = frozenset({aten.detach.default, aten.alias.default})
 COPIES = frozenset({aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default})
-"""Give the same elements again, in another dtype perhaps."""
+"""Operations that return the same elements in a new tensor, perhaps of another dtype."""
 
 
 class JoinedPart(NamedTuple):
-    """A lazy tensor, and where it lies in a joined one."""
+    """A lazy tensor, and its box in a joined one."""
 
     box: Box
     tensor: torch.Tensor
 
 
 class Memory:
-    """What tensors without storage that are views of each other have in common.
+    """Shared state of tensors without storage that are views of each other.
 
     Attributes:
-        logical: the one that they are all views of, on meta.
-        parts: what that one is made of: elements of a tensor of the version, or pieces.
-        copied_from: what they are a copy of.
-        real: the elements, once somebody has written to them.
+        logical: the tensor that they are all views of, on meta.
+        parts: content of that tensor: elements of a tensor of the version, or pieces.
+        copied_from: memory that they are a copy of.
+        real: the elements, after the first write to them.
     """
 
     def __init__(self, logical: torch.Tensor, parts: Any, copied_from: Memory | None = None) -> None:
@@ -49,16 +49,16 @@ class Memory:
         self.real: torch.Tensor | None = None
 
     def shown(self, logical: torch.Tensor) -> torch.Tensor | None:
-        """The elements as one of these tensors shows them, if somebody has written to them."""
+        """The elements as one of these tensors shows them; None before the first write."""
         if self.real is None:
             return None
         return self.real.as_strided(logical.shape, logical.stride(), logical.storage_offset())
 
 
 class Storageless(torch.Tensor):
-    """A tensor without storage, of a version or made of such.
+    """A tensor without storage: of a version, or joined from such tensors.
 
-    What is stacked or concatenated of nothing else becomes a `JoinedTensor`; all other operations come to `operate`.
+    Stacking or concatenating only such tensors makes a `JoinedTensor`; all other operations go to `operate`.
     """
 
     _logical: torch.Tensor  # on meta: shape, strides and dtype as they show
@@ -68,7 +68,7 @@ class Storageless(torch.Tensor):
 
     @classmethod
     def made(cls, logical: torch.Tensor, memory: Memory, device: torch.device) -> Self:
-        """One that shows as a tensor on meta does."""
+        """A tensor with the shape, strides and dtype of a tensor on meta."""
         found: Self = torch.Tensor._make_wrapper_subclass(
             cls,
             logical.shape,
@@ -81,7 +81,7 @@ class Storageless(torch.Tensor):
         return found
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch types it as what stands there without one
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without a type
         cls,
         func: Any,
         types: Sequence[type],
@@ -90,31 +90,31 @@ class Storageless(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in JOINS:
-            # joined with real ones they are fetched: a recording could not say what they had in them
+            # with real ones among them they are fetched: a recording could not tell the content of the real ones
             if all(isinstance(each, Storageless) for each in args[0]):
                 return joined(func, args, kwargs)
-        elif func._can_decompose():  # `to`, `reshape` and the like come so in inference mode
+        elif func._can_decompose():  # `to`, `reshape` and the like arrive like this in inference mode
             return func.decompose(*args, **kwargs)
         return cls.operate(func, args, kwargs)
 
     @classmethod
     def operate(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Carry out an operation, such tensors of this class among its arguments."""
+        """Carry out an operation that has tensors of this class among its arguments."""
         raise NotImplementedError
 
 
 class JoinedTensor(Storageless):
     """Lazy tensors side by side, which together cover it. It has no storage.
 
-    Copies and casts of it, and views that exchange its axes, are joined tensors too. Everything else is done on real tensors, for which
-    all of it is copied.
+    Copies and casts of it, and views that permute its axes, are joined tensors too. All other operations are done on real tensors, for
+    which all of it is copied.
     """
 
     _pieces: Sequence[JoinedPart]
 
     @classmethod
     def operate(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Keep the pieces apart, if the operation does; carry it out on real tensors otherwise."""
+        """Keep the pieces separate, if the operation does; otherwise carry it out on real tensors."""
         first = args[0]
         if isinstance(first, JoinedTensor):
             if first._memory.real is None and func in _SAME | _TURNS | COPIES:
@@ -133,7 +133,7 @@ class JoinedTensor(Storageless):
         return f"JoinedTensor({len(self._pieces)} pieces, shape={list(self.shape)}, dtype={self.dtype})"
 
     def _each(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> JoinedTensor:
-        """What comes of an operation that keeps the pieces apart."""
+        """Result of an operation that keeps the pieces separate."""
         asked = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
         logical = func(self._logical, *args[1:], **asked)
         if func in _SAME:
@@ -153,7 +153,7 @@ class JoinedTensor(Storageless):
 
 
 def joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> JoinedTensor:
-    """What ``aten.cat`` or ``aten.stack`` makes of lazy and joined tensors."""
+    """Result of ``aten.cat`` or ``aten.stack`` of lazy and joined tensors."""
     tensors = [_real(t) if isinstance(t, JoinedTensor) and t._memory.real is not None else t for t in args[0]]
     axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     logical = func([torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors], axis)
@@ -172,7 +172,7 @@ def joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
                 extent.insert(axis, 1)
                 piece = piece.unsqueeze(axis)
             offset[axis] += start
-            # a copy: what is written to the tensor afterwards does not show in what was made of it before
+            # a copy: later writes to the tensor must not show in the joined one
             pieces.append(JoinedPart(Box(tuple(offset), tuple(extent)), piece.to(logical.dtype, copy=True)))
         start += 1 if stacked else tensor.shape[axis]
     return _made(pieces, logical, Memory(logical, pieces))

@@ -1,6 +1,6 @@
-"""Two versions that come to a rank as one: a policy's, and that of a drafter which is a model of its own.
+"""Two versions that a rank pulls as one: a policy's, and that of a drafter which is a model of its own.
 
-A recording of both names the drafter's tensors with the drafter's model before them, and has them behind the policy's.
+A recording of both prefixes the names of the drafter's tensors with the drafter's model, and lists them after the policy's.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Pair(Source):
     """A policy's version, with a drafter's beside it; as a `Source` it is the policy's.
 
     Args:
-        client: stays open as long as tensors are copied from.
-        model, version: of the policy, as for `Source`.
+        client: must stay open as long as tensors are copied from.
+        model, version: the policy's, as for `Source`.
         draft: the drafter's version, as ``namespace/name@number``.
 
     Attributes:
@@ -43,29 +43,29 @@ class Pair(Source):
 
 
 def prefix_of(draft: str) -> str:
-    """Beginning of the names that a drafter's tensors have in a recording of both.
+    """Prefix of the names of a drafter's tensors in a recording of both.
 
     Args:
-        draft: a version of it, as ``namespace/name@number``.
+        draft: a version of the drafter, as ``namespace/name@number``.
     """
     return f"{draft.rpartition('@')[0]}:"
 
 
 def prefixed(spec: TensorSpec, prefix: str) -> TensorSpec:
-    """A tensor by its name in a recording of both."""
+    """A tensor under its name in a recording of both."""
     return replace(spec, name=prefix + spec.name)
 
 
 def pull_recorded(
     client: EngineClient, recording: Recording, model: str, number: int, draft: str = ""
 ) -> Pull | PairedPull:
-    """Pull of what was recorded, of one version or of two.
+    """Pull of the recorded slices, of one version or of two.
 
     Args:
-        client: of the service.
-        recording: of what is taken.
+        client: client of the service.
+        recording: recording of the loader.
         model, number: the policy's version.
-        draft: the drafter's, as ``namespace/name@number``; empty without.
+        draft: the drafter's version, as ``namespace/name@number``; empty if there is none.
     """
     if not draft:
         return client.pull(model, number, recording.request)
@@ -83,17 +83,17 @@ def pull_recorded(
 
 
 class PairedPull:
-    """Pulls of both, as one of the slices of both.
+    """Pulls of both versions, as one pull of the slices of both.
 
     Args:
         policy, drafter: the pulls.
-        prefix: of the drafter's names.
+        prefix: prefix of the drafter's names.
 
     Attributes:
         version: the policy's.
-        layout: of all slices, the policy's first.
-        nbytes: of both.
-        lane: how the policy's slices came; empty before they do.
+        layout: layout of all slices, the policy's first.
+        nbytes: bytes of both.
+        lane: lane of the policy's slices; empty before it is chosen.
     """
 
     def __init__(self, policy: Pull, drafter: Pull, prefix: str) -> None:
@@ -142,11 +142,11 @@ class PairedPull:
 
 
 class PairedSlices:
-    """Slices of both.
+    """Slices of both versions.
 
     Args:
-        parts: those of the policy, and those of the drafter.
-        count: of the policy's.
+        parts: the policy's and the drafter's.
+        count: number of the policy's.
     """
 
     def __init__(self, parts: Sequence[Slices], count: int) -> None:

@@ -1,9 +1,8 @@
-"""Run a loader over lazy tensors that bring nothing, and write down where it copies them.
+"""Run a loader over lazy tensors without fetching anything, and record where it copies them.
 
-All that the loader does meanwhile is looked at, also with tensors of its own: whatever is computed from something that came of a
-version, instead of copied, cannot be repeated by copying, and is said to be unrecorded. Not understood is a loader whose choice of where
-to copy depends on the values of weights, and not seen is what changes memory by its address, or in another thread without copying from a
-lazy tensor.
+All of the loader's operations are observed, also on tensors of its own. A result that is computed from elements of a version, instead of
+copied, cannot be repeated by copying, and is reported as unrecorded. Loaders are not supported whose choice of targets depends on the
+values of weights. Changes of memory by address are not observed, and neither is another thread, unless it copies from a lazy tensor.
 """
 
 from __future__ import annotations
@@ -38,30 +37,30 @@ log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
-"""A loader: takes names and tensors, and copies them to where they belong."""
+"""A loader: takes names and tensors, and copies the tensors to their targets."""
 
 _OVERWRITES = frozenset({aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
-"""Write to their first argument and do not read it."""
+"""Operations that write to their first argument without reading it."""
 
 
 _LEAVES = frozenset(
     {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 )
-"""Take elements out of torch."""
+"""Operations that take elements out of torch."""
 
 
 def record(specs: Iterable[TensorSpec], load: Load, targets: Mapping[str, torch.Tensor]) -> Recording:
-    """What a loader takes of a version with these tensors. Brings no bytes; afterwards the targets hold nothing of use.
+    """Record the copies that a loader makes from a version with these tensors. Fetches no bytes; afterwards the content of the targets is undefined.
 
     Args:
         specs: the version's tensors.
-        load: is called once, with all of them.
+        load: called once, with all of them.
         targets: the parameters and buffers that it may write to, by name; they may be on the meta device. Of several names for the same
             memory the first one counts.
 
     Raises:
-        LayoutError: a part of a tensor was copied to where it does not fit; names the tensor.
-        Exception: whatever the loader raises.
+        LayoutError: a part of a tensor was copied to a target that it does not fit; the message names the tensor.
+        Exception: any error of the loader.
     """
     specs = tuple(specs)
     recorder = _Recorder(targets)
@@ -73,11 +72,11 @@ def record(specs: Iterable[TensorSpec], load: Load, targets: Mapping[str, torch.
 def remembered(
     specs: Iterable[TensorSpec], load: Load, targets: Mapping[str, torch.Tensor], configuration: str
 ) -> Recording:
-    """`record`, or what was recorded before of the same tensors, parameters and configuration: an engine that starts again with them runs no loader.
+    """`record`, or the recording of an earlier run with the same tensors, parameters and configuration: an engine that restarts runs no loader.
 
     Args:
         specs, load, targets: as for `record`.
-        configuration: all else that the loader's choice depends on: the engine and its release, its parallelism and this rank.
+        configuration: everything else that the loader's choices depend on: the engine and its release, its parallelism and this rank.
     """
     specs = tuple(specs)
     shapes = [[name, *Shape.of(tensor)[:2], str(tensor.dtype)] for name, tensor in sorted(targets.items())]
@@ -99,10 +98,10 @@ def remembered(
 
 
 def is_tested(recording: Recording, configuration: str) -> bool:
-    """Whether what came by a recording was found to be what the engine's own loader loads, as `note_tested` has noted.
+    """Whether a recording was verified against the engine's own loader, as recorded by `note_tested`.
 
     Args:
-        recording: of the loader.
+        recording: recording of the loader.
         configuration: as for `remembered`.
     """
     name = _test_name(recording, configuration)
@@ -112,7 +111,7 @@ def is_tested(recording: Recording, configuration: str) -> bool:
 
 
 def note_tested(recording: Recording, configuration: str) -> None:
-    """Note what `is_tested` says, in the folder of recordings, for all processes of this machine."""
+    """Record for `is_tested` that a recording was verified, in the folder of recordings, for all processes of this machine."""
     name = _test_name(recording, configuration)
     try:
         folder = cache_folder() / "recordings"
@@ -136,9 +135,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             self._targets.setdefault(_memory(tensor), (name, tensor.detach()))
         self._steps: list[RecordedStep] = []
         self._written: dict[str, list[Strided]] = {name: [] for name, _ in self._targets.values()}
-        self._from: dict[int, set[str]] = {}  # memory that something of a version came to: of which tensors
-        self._alive: list[torch.Tensor] = []  # else other memory could take their place
-        self._own: dict[str, str] = {}  # targets that the loader put something of its own in
+        self._from: dict[int, set[str]] = {}  # memory with elements of a version: names of their tensors
+        self._alive: list[torch.Tensor] = []  # keeps memory from being reused for other tensors
+        self._own: dict[
+            str, str
+        ] = {}  # targets in which the loader has put values of its own, with the reason
         self._unrecorded: dict[str, str] = {}
         self._numbers: set[str] = (
             set()
@@ -148,7 +149,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self._lock = threading.RLock()
 
     def tensors(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-        """A lazy tensor for each."""
+        """A lazy tensor for each of the specs."""
         for spec in specs:
             lazy = LazyTensor.of(spec, self)
             self._handed.append((spec.name, lazy.kept))
@@ -168,7 +169,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return self._followed(func, args, kwargs, set())
 
     def copy(self, target: torch.Tensor, source: LazyTensor) -> None:
-        """Write down what is copied."""
+        """Record a copy."""
         name = source.spec.name
         with self._lock:
             if threading.get_ident() != self._thread:
@@ -183,7 +184,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
                 self._steps.append(RecordedCopy(*found, name, box, view, source.casts))
 
     def compute(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Carry an operation out on zeros: what comes of it is not followed."""
+        """Carry out an operation on zeros; its result is not followed."""
         names = {a.spec.name for a in tree_flatten((args, kwargs))[0] if isinstance(a, LazyTensor)}
         with self._lock:
             self._exclude(names, f"the loader uses {func} on it")
@@ -191,11 +192,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return self._followed(func, real_args, real_kwargs, names)
 
     def _followed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], names: set[str]) -> Any:
-        """Carry out an operation on real tensors, and see what it makes of what came of a version.
+        """Carry out an operation on real tensors, and track which results depend on elements of a version.
 
         Args:
             func, args, kwargs: the operation.
-            names: tensors of the version that it computes from anyway.
+            names: tensors of the version among its arguments.
         """
         result = func(*args, **kwargs)
         if func in SHAPE_ONLY or (func.is_view and not names):
@@ -216,8 +217,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return result
 
     def _set(self, func: Any, tensor: torch.Tensor, args: Sequence[Any]) -> None:
-        """Write down that a loader has put something of its own in a target."""
-        if self._numbers:  # what it puts there may be one of them
+        """Record that a loader has put a value of its own in a target."""
+        if self._numbers:  # the value may be one of these numbers
             self._touched(tensor, self._numbers)
         found = self._place(tensor)
         if found is not None and func in (aten.fill_.Scalar, aten.zero_.default):
@@ -226,7 +227,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             self._own[known[0]] = f"the loader uses {func} on {known[0]}, where it goes to"
 
     def _place(self, tensor: torch.Tensor) -> tuple[str, Strided] | None:
-        """Which part of which target a tensor is."""
+        """Target of a tensor's memory, and the part of it that the tensor is."""
         known = self._targets.get(_memory(tensor))
         if known is None or known[1].dtype != tensor.dtype:
             return None
@@ -245,14 +246,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             self._unrecorded.setdefault(name, reason)
 
     def finished(self, specs: Iterable[TensorSpec]) -> Recording:
-        """All that was recorded."""
+        """The finished recording."""
         if any(kept() for _, kept in self._handed):
             gc.collect()
         self._exclude((name for name, kept in self._handed if kept()), "the loader has kept it")
         for key, (name, _) in self._targets.items():
             if _memory(self._given[name]) != key:
                 self._own[name] = f"the loader has put other memory in place of {name}"
-                if not self._written[name]:  # and nobody knows whose
+                if not self._written[name]:  # and it is unknown which tensors went there
                     self._exclude((spec.name for spec in specs), self._own[name])
         for step in self._steps:
             if isinstance(step, RecordedCopy) and step.target in self._own:
@@ -281,7 +282,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         )
 
     def left(self, tensor: torch.Tensor) -> None:
-        """A tensor's elements go to where they cannot be followed, or may be changed from there."""
+        """Note that a tensor's elements leave torch, where they cannot be followed and may be changed."""
         with self._lock:
             names = self._from.get(_memory(tensor), set())
             self._exclude(names, "the loader takes it out of torch")
@@ -291,8 +292,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
                 self._own[known[0]] = f"the loader takes {known[0]}, where it goes to, out of torch"
 
     def _exclude_mixed(self) -> set[str]:
-        """Targets of which a part cannot be recorded: a run of the loader would put it there before or after the rest, not in between.
-        What else goes to them is given up.
+        """Targets of which a part cannot be recorded: the loader would write that part before or after the rest, not in between.
+        All other copies to them are excluded.
         """
         mixed: set[str] = set()
         while True:
@@ -310,7 +311,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
 
 class _Leaving(TorchFunctionMode):
-    """Sees what no dispatch mode does: elements that leave torch."""
+    """Observes what no dispatch mode does: elements that leave torch."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -325,7 +326,7 @@ class _Leaving(TorchFunctionMode):
 
 
 def _unwritten(tensor: torch.Tensor, parts: Sequence[Strided]) -> int:
-    """How many elements of a tensor are in none of its parts."""
+    """Number of elements of a tensor that are in none of the parts."""
     total = sum(part.numel for part in parts)
     if len(parts) < 2 or total < tensor.numel() or not tensor.is_contiguous():
         return tensor.numel() - total
@@ -335,10 +336,10 @@ def _unwritten(tensor: torch.Tensor, parts: Sequence[Strided]) -> int:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Names the memory of a tensor, also where it has no address."""
+    """Identity of a tensor's memory, also where it has no address."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # of a kind without a storage, such as a sparse one
+    except (NotImplementedError, RuntimeError):  # a tensor without a storage, such as a sparse one
         return -id(tensor)
 
 

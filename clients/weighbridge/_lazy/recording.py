@@ -1,4 +1,4 @@
-"""Recording of a loader's run: which boxes of a version it takes, and where in the parameters each goes."""
+"""Recording of a loader's run: the boxes of a version that it needs, and the part of a parameter that each fills."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _FORMAT = 2
 
 
 class RecordedCopy(NamedTuple):
-    """Elements of a version that go to a part of a parameter.
+    """A copy of elements of a version to a part of a parameter.
 
     Attributes:
         target: name of the parameter or buffer.
-        part: of it, counted from its own first element.
-        tensor: of the version.
-        box: of that tensor, fetched dense.
-        view: of the box: what is copied.
-        casts: dtypes that it goes through before, one after the other.
+        part: part of the target, counted from its own first element.
+        tensor: name of the version's tensor.
+        box: box of that tensor, fetched dense.
+        view: view of the box that is copied.
+        casts: dtypes that the elements are cast to first, one after the other.
     """
 
     target: str
@@ -53,7 +53,7 @@ RecordedStep = RecordedCopy | Constant
 
 
 class Shape(NamedTuple):
-    """How a parameter lies in memory."""
+    """Shape, strides and dtype of a parameter."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -61,7 +61,7 @@ class Shape(NamedTuple):
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Shape:
-        """That of a tensor."""
+        """The shape of a tensor."""
         return Shape(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
     def __str__(self) -> str:
@@ -70,15 +70,15 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """What one rank takes of any version of a model.
+    """Copies that one rank makes from any version of a model.
 
     Attributes:
-        specs: the version's tensors that it copies from, by name.
-        targets: the parameters and buffers that it copies to, by name.
-        steps: in the order in which they were done.
-        unrecorded: tensors of the version whose way into the model could not be followed, and why: the loader has to run for them
+        specs: the version's tensors that are copied from, by name.
+        targets: the parameters and buffers that are copied to, by name.
+        steps: the steps in the order in which the loader did them.
+        unrecorded: tensors of the version whose copies could not be recorded, with the reason: the loader has to run for them
             each time, on tensors of `Source`.
-        unwritten: elements of parameters that nothing of a version goes to, by name.
+        unwritten: number of elements that no step writes, by the parameter's name.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -90,7 +90,7 @@ class Recording:
 
     @cached_property
     def boxes(self) -> Mapping[tuple[str, Box], int]:
-        """The boxes that come over the wire, each once, and their order."""
+        """The boxes to be fetched, each once, with their indexes."""
         found: dict[tuple[str, Box], int] = {}
         for step in self.steps:
             if isinstance(step, RecordedCopy):
@@ -107,12 +107,15 @@ class Recording:
 
     @cached_property
     def whole(self) -> Mapping[str, Shape]:
-        """The parameters of which a version leaves no element alone."""
+        """The parameters that a version fills completely."""
         return {name: shape for name, shape in self.targets.items() if not self.unwritten.get(name)}
 
     @cached_property
     def plain(self) -> Mapping[str, tuple[RecordedCopy, ...]]:
-        """The parameters to which boxes come as they are, each to a run of elements of its own, and their steps: their order does not matter."""
+        """The parameters that boxes fill without cast or rearrangement, each box its own run of elements, and their steps.
+
+        The order of these steps does not matter.
+        """
         return {
             name: copies
             for name, all_steps in self.by_target.items()
@@ -122,7 +125,7 @@ class Recording:
         }
 
     def is_straight(self, step: RecordedStep) -> TypeGuard[RecordedCopy]:
-        """Whether a step brings a whole box as it comes: neither cast nor rearranged."""
+        """Whether a step copies a whole box, neither cast nor rearranged."""
         return (
             isinstance(step, RecordedCopy)
             and not step.casts
@@ -133,25 +136,25 @@ class Recording:
 
     @property
     def request(self) -> Boxes:
-        """What to ask the service for."""
+        """The request to the service."""
         return Boxes([(name, box.offset, box.extent) for name, box in self.boxes])
 
     @cached_property
     def layout(self) -> Layout:
-        """The slices that come for `request`."""
+        """The layout of the slices for `request`."""
         return Layout.stream(self.specs.values(), [Shard(name, box) for name, box in self.boxes])
 
     @property
     def nbytes(self) -> int:
-        """Bytes that an update brings."""
+        """Bytes that an update transfers."""
         return sum(box.volume * self.specs[name].dtype.itemsize for name, box in self.boxes)
 
     def check(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Refuse parameters and buffers that are not those that were recorded.
+        """Refuse parameters and buffers other than the recorded ones.
 
         Raises:
-            FailedPrecondition: one is gone; names it.
-            LayoutError: one has another shape, other strides or another dtype; names it.
+            FailedPrecondition: one is gone; the message names it.
+            LayoutError: one has another shape, other strides or another dtype; the message names it.
         """
         for name in self.targets:
             if name not in targets:
@@ -159,10 +162,10 @@ class Recording:
             self.check_target(name, targets[name])
 
     def check_target(self, name: str, tensor: torch.Tensor) -> None:
-        """Refuse a tensor that lies otherwise than the one that was recorded.
+        """Refuse a tensor with another shape, other strides or another dtype than the recorded one.
 
         Raises:
-            LayoutError: it does; says how.
+            LayoutError: it has; the message shows both.
         """
         known = self.targets.get(name)
         if known is None:
@@ -176,11 +179,11 @@ class Recording:
 
     @cached_property
     def digest(self) -> str:
-        """Identity of what was recorded: SHA-256 of `to_json`, as 64 hex digits."""
+        """Identity of the recording: SHA-256 of `to_json`, as 64 hex digits."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """As a text that `from_json` reads."""
+        """The recording as text for `from_json`."""
         return json.dumps(
             {
                 "format": _FORMAT,
@@ -197,10 +200,10 @@ class Recording:
 
     @staticmethod
     def from_json(text: str) -> Recording:
-        """Read what `to_json` has written.
+        """Read a text of `to_json`.
 
         Raises:
-            InvalidArgument: it is none.
+            InvalidArgument: it is malformed, or of another format.
         """
         try:
             found = json.loads(text)

@@ -1,4 +1,4 @@
-"""Source of lazy tensors: those of one version, fetched while an engine's loader runs over them."""
+"""Source of lazy tensors: a version's tensors, fetched while an engine's loader runs over them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ log = logging.getLogger(__name__)
 
 
 class Source:
-    """A version, for a loader that fetches what it copies at the moment when it does.
+    """A version, for a loader; elements are fetched when the loader copies them.
 
     Args:
-        client: stays open as long as tensors are copied from.
+        client: must stay open as long as tensors are copied from.
         model: ``namespace/name``.
-        version: a number or a ref; where a ref moves meanwhile does not matter.
+        version: a number or a ref, resolved now.
 
     Attributes:
-        version: which version it is.
+        version: the resolved version.
         specs: its tensors.
-        fetched_bytes: how many bytes have been fetched.
+        fetched_bytes: number of bytes fetched so far.
 
     Raises:
         NotFound: no such model, version or ref.
@@ -44,7 +44,7 @@ class Source:
         self._told: set[object] = set()
 
     def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and lazy tensor of each tensor, or of those named; what is copied from one is fetched.
+        """Name and lazy tensor of each tensor, or of those in ``names``; copying from one fetches its elements.
 
         Raises:
             NotFound: the version has no such tensor.
@@ -56,12 +56,12 @@ class Source:
             yield name, LazyTensor.of(found[name], self)
 
     def copy(self, target: torch.Tensor, source: LazyTensor) -> None:
-        """Fetch what is copied. A target without storage gets nothing."""
+        """Fetch the elements of a copy. A target without storage gets nothing."""
         if not target.is_meta and target.numel():
             target.copy_(self._fetched(source))
 
     def compute(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Fetch what an operation needs, and carry it out."""
+        """Fetch the arguments of an operation, and carry it out."""
         real_args, real_kwargs = tree_map_only(
             LazyTensor, lambda lazy: self._told_of(func, lazy), (args, kwargs)
         )

@@ -1,4 +1,4 @@
-"""Staging place: memory in which a version lies as the parameters do before it is applied."""
+"""Staging place: memory for a version before it is applied, with the layout of the parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weighbridge._lazy.recording import Shape
 from weighbridge._lazy.views import Strided
 
 _ALIGNMENT = 512
-"""Bytes, as torch's own allocator aligns tensors on a GPU."""
+"""Alignment in bytes; that of torch's own allocator for tensors on a GPU."""
 
 
 class StagingPlace:
@@ -39,7 +39,7 @@ class StagingPlace:
         return self._memory.device
 
     def tensors(self, shapes: Mapping[str, Shape]) -> Mapping[str, torch.Tensor]:
-        """Tensors in the memory that lie as these do, by name: as many as there is room for, in order. Those of the same mapping are made once."""
+        """Tensors in the memory with these shapes, by name: as many as there is room for, in order. Cached for the last mapping."""
         if shapes is not self._found[0]:
             self._found = (shapes, self._tensors(shapes))
         return self._found[1]
@@ -59,7 +59,7 @@ class StagingPlace:
 
 @contextmanager
 def on_stream_of(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """A stream of its own for what the block gives to a GPU, or this one, and a wait for it in the end; nothing on other devices."""
+    """Run the block's GPU work on a stream of its own, or on ``stream``, and wait for it at the end; nothing on other devices."""
     with ExitStack() as stack:
         if device.type == "cuda":
             stream = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
@@ -69,7 +69,7 @@ def on_stream_of(device: torch.device, stream: torch.cuda.Stream | None = None) 
 
 
 def staging_bytes(shapes: Iterable[Shape]) -> int:
-    """Size of a place in which tensors that lie as these all have room."""
+    """Size of a place with room for tensors of all these shapes."""
     return sum(-(-extent_of(shape) // _ALIGNMENT) * _ALIGNMENT for shape in shapes)
 
 
@@ -82,21 +82,21 @@ def extent_of(shape: Shape) -> int:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor from its first to its last in memory, with what lies between them."""
+    """The elements of a tensor from its first to its last in memory, with any elements between them."""
     return tensor.as_strided((extent_of(Shape.of(tensor)) // tensor.itemsize,), (1,))
 
 
 def packed(
     tensors: Mapping[str, torch.Tensor], memories: Iterable[torch.Tensor]
 ) -> dict[str, torch.Tensor] | None:
-    """Copies of tensors that lie as they do, in memory of other tensors; those that are there already stay where they are.
+    """Copies of tensors with the same strides, in memory of other tensors; tensors that lie there already are not copied.
 
     Args:
-        tensors: by name.
-        memories: tensors whose values are needed no more. No two of them share memory.
+        tensors: tensors by name.
+        memories: tensors whose values are no longer needed. No two of them share memory.
 
     Returns:
-        None if there is no room: then nothing has been written.
+        The tensors by name; None, with nothing written, if there is no room.
     """
     free = [flat(each).view(torch.uint8) for each in memories if each.numel()]
     found: dict[str, torch.Tensor] = {}
@@ -120,12 +120,12 @@ def packed(
 
 
 def _touches(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors have memory in common."""
+    """Whether two tensors overlap in memory."""
     first, second = tensor.data_ptr(), other.data_ptr()
     return bool(first < second + extent_of(Shape.of(other)) and second < first + extent_of(Shape.of(tensor)))
 
 
 def part_of(tensor: torch.Tensor, part: Strided) -> torch.Tensor:
-    """A part of a tensor, counted from its own first element, without its history."""
+    """A part of a tensor, counted from its own first element, without autograd history."""
     found = tensor.detach()
     return found.as_strided(part.size, part.stride, found.storage_offset() + part.offset)

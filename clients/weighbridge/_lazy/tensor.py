@@ -1,7 +1,7 @@
-"""Tensors of full shape and dtype without storage, that stand for tensors of a version.
+"""Tensors of full shape and dtype without storage, in place of tensors of a version.
 
-An engine's own loader narrows, splits, transposes and casts them like any others; each is known all the time as a strided view of one
-tensor of the version. What is done with it in the end decides what is fetched.
+An engine's own loader narrows, splits, transposes and casts them like any others; each is always known as a strided view of one tensor of
+the version. The loader's last operation on them decides which elements are fetched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 _NOT_PLACES = frozenset(
     {aten.view.dtype, aten._neg_view.default, aten._conj.default, aten.view_as_real.default}
 )
-"""Views that show other values than those that lie there."""
+"""Views that show other values than their memory has."""
 SHAPE_ONLY = frozenset(
     {
         aten.empty_like.default,
@@ -38,17 +38,17 @@ SHAPE_ONLY = frozenset(
         aten.zeros_like.default,
     }
 )
-"""Take nothing but shape, dtype and device of a tensor."""
+"""Operations that only use a tensor's shape, dtype and device."""
 
 
 class Reader(Protocol):
-    """What becomes of lazy tensors."""
+    """Handler of operations on lazy tensors."""
 
     def copy(self, target: torch.Tensor, source: LazyTensor) -> None:
-        """``target.copy_(source)``, their shapes have been checked."""
+        """Carry out ``target.copy_(source)``; their shapes have been checked."""
 
     def compute(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """An operation that lazy tensors do not understand, some of them among its arguments."""
+        """Carry out an operation that lazy tensors do not support, with some of them among its arguments."""
 
 
 def shown(dense: torch.Tensor, view: Strided, casts: Sequence[torch.dtype]) -> torch.Tensor:
@@ -60,13 +60,13 @@ def shown(dense: torch.Tensor, view: Strided, casts: Sequence[torch.dtype]) -> t
 
 
 class LazyTensor(Storageless):
-    """A tensor of a version, or a view of one, or that cast.
+    """A tensor of a version, or a view or a cast of one.
 
     It has no storage and cannot be written to by its address. Views, casts and copies of it are lazy as well. Copying from it, and every
-    other operation, asks its reader.
+    other operation, calls its reader.
 
     Attributes:
-        spec: the version's tensor that this is a part of.
+        spec: the version's tensor that it is a part of.
         casts: dtypes that the tensor's elements go through, one after the other.
     """
 
@@ -83,7 +83,7 @@ class LazyTensor(Storageless):
 
     @classmethod
     def operate(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Keep views, casts and copies lazy; have the reader do everything else."""
+        """Keep views, casts and copies lazy; pass all other operations to the reader."""
         first = args[0] if args else None
         if isinstance(first, LazyTensor) and first._memory.real is None:
             others = [a for a in tree_flatten((args[1:], kwargs))[0] if isinstance(a, torch.Tensor)]
@@ -110,23 +110,23 @@ class LazyTensor(Storageless):
         return self
 
     def data_ptr(self) -> int:
-        """Raises RuntimeError: there are no bytes to point to."""
+        """Raise RuntimeError: there are no bytes to point to."""
         raise RuntimeError(f"{self!r} has no memory, and no address: copy from it")
 
     def share_memory_(self) -> LazyTensor:
-        """Raises RuntimeError: there are no bytes to share."""
+        """Raise RuntimeError: there are no bytes to share."""
         raise RuntimeError(f"{self!r} has no memory to share")
 
     @property
     def kept(self) -> Callable[[], object]:
-        """Gives something as long as there is a view or a copy of this."""
+        """A function that returns a non-None object as long as there is a view or a copy of this."""
         return weakref.ref(self._memory)
 
     def filled(self, dense: torch.Tensor) -> torch.Tensor:
-        """This as a real tensor; with the same strides if it is a copy, which may be viewed as what it was made from may not.
+        """This as a real tensor. A copy keeps its strides, as it may be viewed in ways in which its source may not.
 
         Args:
-            dense: the box that has its elements, contiguous.
+            dense: the box with its elements, contiguous.
         """
         found = shown(dense, self.located()[1], self.casts)
         mine = self._logical
@@ -137,17 +137,17 @@ class LazyTensor(Storageless):
         )
 
     def located(self) -> tuple[Box, Strided]:
-        """The box of the version's tensor that has these elements, and the view of that box."""
+        """The box of the version's tensor with these elements, and the view of that box."""
         meta = self._elements
         view = Strided(tuple(meta.shape), tuple(meta.stride()), int(meta.storage_offset()))
         return box_of_view(self.spec.shape, view)
 
     def _viewed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a view operation gives; None if that is no view of the version's tensor."""
+        """Result of a view operation; None if it is no view of the version's tensor."""
         if func in _NOT_PLACES:
             return None
         if func is aten.as_strided.default and self._logical is not self._elements:
-            _make_real(self)  # it goes by where things lie
+            _make_real(self)  # as_strided depends on the memory layout
             return None
         logical = func(self._logical, *args[1:], **kwargs)
         if self._logical is self._elements:
@@ -155,7 +155,7 @@ class LazyTensor(Storageless):
         else:
             try:
                 elements = func(self._elements, *args[1:], **kwargs)
-            except RuntimeError:  # contiguous it would be, but what it was made from is not
+            except RuntimeError:  # the copy would be contiguous, but its source is not
                 return None
 
         def made(pair: tuple[torch.Tensor, torch.Tensor]) -> LazyTensor:
@@ -202,7 +202,7 @@ def _check_shapes(target: torch.Tensor, source: LazyTensor) -> None:
 
 
 def _computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Carry out an operation on real tensors; what it writes to stays real."""
+    """Carry out an operation on real tensors; the tensors that it writes to stay real."""
     for changed in changed_by(func, args, kwargs):
         if isinstance(changed, LazyTensor) and changed._memory.real is None:
             _make_real(changed)
@@ -212,7 +212,7 @@ def _computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _real_or_lazy(lazy: LazyTensor) -> torch.Tensor:
-    """The tensor itself, if somebody has written to it."""
+    """The real elements of a lazy tensor that was written to; otherwise the tensor itself."""
     found = lazy._memory.shown(lazy._logical)
     return lazy if found is None else found
 
@@ -227,7 +227,7 @@ def changed_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 
 
 def _make_real(lazy: LazyTensor) -> None:
-    """Fetch all that a lazy tensor is a view of: it and its other views are of that from now on."""
+    """Fetch the whole tensor that a lazy tensor is a view of; it and its other views show the fetched one from now on."""
     memory = lazy._memory
     whole = _made(lazy._reader, lazy.spec, memory.logical, memory.parts, lazy.casts, memory, lazy.device)
     memory.real = lazy._reader.compute(aten.clone.default, (whole,), {})

@@ -1,4 +1,4 @@
-"""Bring a version to the parameters of a rank, by what was recorded of its loader."""
+"""Transfer of a version to the parameters of a rank, by the recording of its loader."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ class Incoming(Protocol):
     lane: str
 
     def bring(self, buffer: torch.Tensor | None = None, *, pin: bool = False) -> Slices:
-        """Bring all slices to this machine; see `Pull.bring`."""
+        """Transfer all slices to this machine; see `Pull.bring`."""
 
     def filled(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Bring slices into tensors that the caller makes; see `Pull.filled`."""
+        """Transfer slices into tensors that the caller provides; see `Pull.filled`."""
 
 
 class Update:
-    """One version for one rank. Until `fill` or `fill_all` no parameter is touched.
+    """One version for one rank. No parameter is changed before `fill` or `fill_all`.
 
     Args:
-        recording: what the engine's loader takes, and where it puts it.
-        incoming: what was pulled by ``recording.request``.
+        recording: recording of the engine's loader.
+        incoming: pull of ``recording.request``.
 
     Attributes:
-        incoming: as given.
-        version: which version it is; fixed, wherever a ref moves meanwhile.
-        nbytes: how many bytes come.
-        replaced: names of staged parameters in place of which `fill_made` brings what the engine has made of them.
+        incoming: the given pull.
+        version: the version; it stays the same if a ref moves.
+        nbytes: number of bytes to transfer.
+        replaced: names of staged parameters in place of which `fill_made` copies the tensors that the engine has made of them.
 
     Raises:
-        FailedPrecondition: a tensor is another one than when it was recorded; names it.
+        FailedPrecondition: a tensor differs from the recorded one; the message names it.
     """
 
     def __init__(self, recording: Recording, incoming: Incoming) -> None:
@@ -69,17 +69,17 @@ class Update:
 
     @property
     def lane(self) -> str:
-        """How the bytes came, ``local`` or ``grpc``; empty before they do."""
+        """Lane of the bytes, ``local`` or ``grpc``; empty before it is chosen."""
         return self.incoming.lane
 
     def prepare(self, *, pin: bool = False) -> None:
-        """Bring the bytes to this machine; nothing that is done afterwards needs the service. May run in another thread.
+        """Transfer the bytes to this machine; nothing afterwards needs the service. May run in another thread.
 
         Args:
             pin: whether the parameters are on a GPU.
 
         Raises:
-            WeighbridgeError: the service is gone, or the version is.
+            WeighbridgeError: the service or the version is gone.
         """
         if self._slices is None:
             try:
@@ -89,14 +89,14 @@ class Update:
             self._slices = self.incoming.bring(spare, pin=pin)
 
     def stage(self, place: StagingPlace, there: Collection[str] = ()) -> None:
-        """Bring what was prepared to a place in which it lies as the parameters do, as far as there is room, so that `fill` makes one copy for each.
+        """Copy the prepared bytes to a place with the layout of the parameters, as far as there is room, so that `fill` makes one copy for each.
 
-        Parameters of which the version leaves elements alone are filled from where the bytes came. May run in another thread while the model
-        computes. Nothing else may write to the place until the update is closed.
+        Parameters that the version does not fill completely are not staged; `fill` copies them from the prepared bytes. May run in another
+        thread while the model computes. The caller must not let anything else write to the place until the update is closed.
 
         Args:
-            place: where to.
-            there: names of parameters that are in the place already (`EarlyStaging`).
+            place: the place.
+            there: names of parameters that are staged already (`EarlyStaging`).
         """
         recording = self._recording
         staged = place.tensors(recording.whole)
@@ -110,23 +110,23 @@ class Update:
 
     @property
     def staged(self) -> Mapping[str, torch.Tensor]:
-        """Parameters that have been brought to the place and lie there as they were loaded, by name."""
+        """Parameters that are staged as they were loaded, by name."""
         return self._staged
 
     @property
     def made(self) -> Mapping[str, torch.Tensor]:
-        """Tensors that `replace` keeps, by name."""
+        """Tensors that `replace` has stored, by name."""
         return self._made
 
     def replace(self, names: Collection[str], made: Mapping[str, torch.Tensor]) -> bool:
-        """Keep what the engine has made of staged parameters in their place, as quantisation makes it.
+        """Store tensors that the engine has made of staged parameters, such as quantised ones, in the memory of these.
 
         Args:
-            names: of the parameters, which are not staged any more.
-            made: by the names of the tensors that they go to; on the place's device, not in the engine's own memory.
+            names: names of the parameters, which are then no longer staged.
+            made: tensors by the names of their targets; on the place's device, not in the engine's own memory.
 
         Returns:
-            Whether there was room for it; if not, nothing has changed.
+            Whether there was room for them; if not, nothing has changed.
         """
         staged = self._staged
         self._staged = {name: tensor for name, tensor in staged.items() if name not in names}
@@ -139,10 +139,10 @@ class Update:
         return True
 
     def fill_made(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Bring tensors what was made for them; all are complete when it returns.
+        """Copy the tensors of `replace` to their targets; all are complete on return.
 
         Args:
-            targets: by the names that `replace` was given, all of them.
+            targets: targets by the names that `replace` was given, all of them.
         """
         with torch.no_grad():
             for name, made in self._made.items():
@@ -150,14 +150,14 @@ class Update:
             cuda_copies.wait_for_streams(self._made.values())
 
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Bring parameters what belongs to them; all are complete when it returns. The bytes must have been prepared.
+        """Fill parameters; all are complete on return. The bytes must have been prepared.
 
         Args:
-            targets: by name, the parameters, or tensors that lie in memory in the same way. No two of them share memory.
+            targets: by name, the parameters, or tensors with the same strides. No two of them share memory.
 
         Raises:
-            FailedPrecondition: the bytes are not here.
-            LayoutError: one lies otherwise than when it was recorded; none has been touched.
+            FailedPrecondition: the bytes have not been prepared.
+            LayoutError: one has another shape, other strides or another dtype than the recorded one; none has been changed.
         """
         for name, tensor in targets.items():
             self._recording.check_target(name, tensor)
@@ -185,16 +185,16 @@ class Update:
         )
 
     def fill_all(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Bring all parameters what belongs to them. What was not prepared goes straight there as it comes.
+        """Fill all parameters. Bytes that were not prepared are transferred straight into them.
 
-        If it fails before the end, some parameters are of this version and others are not: prepare, to avoid that.
+        If that fails before the end, some parameters are of this version and others are not; call `prepare` first to avoid that.
 
         Args:
-            targets: the parameters and buffers by name; those that nothing goes to are not touched.
+            targets: the parameters and buffers by name; those without a step are not changed.
 
         Raises:
-            LayoutError: one is missing, or lies otherwise than when it was recorded; none has been touched.
-            WeighbridgeError: the service is gone, or the version is.
+            LayoutError: one is missing, or differs in shape, strides or dtype from the recorded one; none has been changed.
+            WeighbridgeError: the service or the version is gone.
         """
         self._recording.check(targets)
         if self._slices is not None or self._staged:
@@ -204,7 +204,7 @@ class Update:
             self._fill_as_it_comes(targets)
 
     def close(self) -> None:
-        """Give back the memory that bytes were brought to."""
+        """Release the memory of the prepared bytes."""
         self._staged, self._made = {}, {}
         self._give_back()
 
@@ -228,7 +228,7 @@ class Update:
     def _fill_as_it_comes(self, targets: Mapping[str, torch.Tensor]) -> None:
         recording = self._recording
         todo = deque((step, part_of(targets[step.target], step.part)) for step in recording.steps)
-        # a pull may fill what is straight ahead of the steps before it: nothing else may write to that memory
+        # a pull may fill straight copies ahead of earlier steps: no other step may write to that memory
         mixed = {part.untyped_storage().data_ptr() for step, part in todo if not recording.is_straight(step)}
         copies = [(step, part) for step, part in todo if isinstance(step, RecordedCopy)]
         users = Counter(recording.boxes[step.tensor, step.box] for step, _ in copies)
@@ -248,7 +248,7 @@ class Update:
             return torch.empty(shard.box.extent, dtype=dtype, device="cpu")
 
         def go_on() -> None:
-            """Take all steps, in order, up to one whose box is not here."""
+            """Do all steps, in order, up to one whose box has not arrived."""
             while todo:
                 step, part = todo[0]
                 if isinstance(step, Constant):

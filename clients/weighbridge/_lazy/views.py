@@ -1,6 +1,6 @@
-"""Strided views of a tensor: the box that each needs, and its strides once that box is dense.
+"""Strided views of a tensor: the box that each needs, and its strides in the dense box.
 
-Pure arithmetic on shapes and strides, in elements; nothing here knows of torch.
+Pure arithmetic on shapes and strides, in elements, without torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Strided(NamedTuple):
     Attributes:
         size: elements on each axis of the view.
         stride: distance of neighbours on each axis.
-        offset: of the first element.
+        offset: offset of the first element.
     """
 
     size: tuple[int, ...]
@@ -40,7 +40,7 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_whole(view: Strided, extent: Sequence[int]) -> bool:
-    """Whether a view has all elements of a dense box in row-major order, whatever the shape it gives them."""
+    """Whether a view has all elements of a dense box in row-major order, in any shape."""
     if view.offset != 0 or view.numel != math.prod(extent):
         return False
     dense = dense_strides(view.size)
@@ -48,14 +48,14 @@ def is_whole(view: Strided, extent: Sequence[int]) -> bool:
 
 
 def box_of_view(shape: Sequence[int], view: Strided) -> tuple[Box, Strided]:
-    """The smallest box found that has all elements of a view, and the view as one of that box, dense and row-major.
+    """A small box with all elements of a view, and the view's strides in that box, dense and row-major.
 
-    Exact wherever each axis of the view runs along axes of the tensor, as with narrowing, splitting, permuting and reshaping; rows
-    that are needed in part come whole otherwise.
+    Exact wherever each axis of the view runs along axes of the tensor, as with narrowing, splitting, permuting and reshaping; otherwise
+    rows that are needed in part are included whole.
 
     Args:
-        shape: of the tensor, which lies dense and row-major.
-        view: of the tensor.
+        shape: shape of the tensor, which is dense and row-major.
+        view: view of the tensor.
     """
     if view.numel == 0:
         return Box((0,) * len(shape), (0,) * len(shape)), view._replace(offset=0)
@@ -86,7 +86,7 @@ def _along_axes(shape: Sequence[int], view: Strided) -> tuple[Box, Strided] | No
             if last < shape[axis]:
                 reach[axis] += step * (n - 1)
                 break
-            # axes that the view has joined: it runs along all of the inner one, again and again along the outer one
+            # axes that the view has merged: it runs along all of the inner one, repeatedly along the outer one
             outer = next((a for a in reversed(range(axis)) if shape[a] > 1), None)
             if step != 1 or first[axis] or n % shape[axis] or outer is None:
                 return None
@@ -101,7 +101,7 @@ def _along_axes(shape: Sequence[int], view: Strided) -> tuple[Box, Strided] | No
 
 
 def _whole_rows(shape: Sequence[int], view: Strided) -> tuple[Box, Strided]:
-    """The box that has everything from the view's first element to its last."""
+    """The box with all elements from the view's first to its last."""
     last = view.offset + sum((n - 1) * s for n, s in zip(view.size, view.stride, strict=True))
     offset, extent = [], []
     start, end = view.offset, last

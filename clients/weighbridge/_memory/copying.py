@@ -143,7 +143,7 @@ def read_tensors(
     """Fill shards, on any device, from memory, one after the other; each is complete when it is yielded.
 
     Copy engines of GPUs are kept busy: `_AHEAD_BYTES` after a shard are submitted before the shard is waited for. So shards are taken
-    ahead of those that are yielded, but none that shares memory with a shard that was not yielded yet.
+    ahead of those that are yielded, except shards that share memory with one not yielded yet.
 
     Args:
         shards: shards to fill, and the copies of their elements; bytes without a copy become zeros.

@@ -1,6 +1,6 @@
 """Reader of a signature: a Sigstore bundle around an in-toto statement, as model-signing writes it for keys and certificates.
 
-Nothing is verified here: what the bundle says is known, and not yet whether anybody has signed it.
+Nothing is verified here: the bundle is parsed, and its signature is not checked.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from weighbridge._signing.statement import Statement
 from weighbridge.errors import InvalidArgument
 
 MAX_BYTES = 1_000_000
-"""Largest signature that is taken: one about some 5,000 files."""
+"""Largest signature that is accepted: one about some 5,000 files."""
 MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 UNKNOWN = "unknown"
-"""In place of `Bundle.method`."""
+"""Method of a signature that is not recognised, in place of `Bundle.method`."""
 _KEY_ID = re.compile(r"[0-9a-f]{64}")
 
 
@@ -32,9 +32,9 @@ class Bundle:
 
     Attributes:
         content: its text.
-        signer: the key that it names: SHA-256 of the public key's PEM text, as 64 hex digits; of one by certificate the SHA-256 of that.
-        certificates: the signer's certificate and what leads to its authority, as DER; empty if a key has signed.
-        statement: what is signed.
+        signer: identifier of its key: SHA-256 of the public key's PEM text, as 64 hex digits; for a certificate, the certificate's SHA-256.
+        certificates: the signer's certificate and its chain, as DER; empty if a key has signed.
+        statement: the signed statement.
     """
 
     content: bytes = field(repr=False)
@@ -44,10 +44,10 @@ class Bundle:
 
     @staticmethod
     def read(content: bytes) -> Bundle:
-        """The signature of this text.
+        """Parse a signature.
 
         Raises:
-            InvalidArgument: it is too large, or no signature of a key or certificate; says why.
+            InvalidArgument: it is too large, or no signature of a key or certificate; the message says why.
         """
         if len(content) > MAX_BYTES:
             raise InvalidArgument(f"the signature has {len(content)} bytes, more than {MAX_BYTES}")
@@ -80,18 +80,18 @@ class Bundle:
 
     @property
     def method(self) -> str:
-        """How it is signed: ``key`` or ``certificate``."""
+        """Method of signing: ``key`` or ``certificate``."""
         return "certificate" if self.certificates else "key"
 
     @property
     def as_signature(self) -> Signature:
-        """As it is stored."""
+        """The signature in its stored form."""
         return Signature(self.id, self.content)
 
 
 def signed_by(content: bytes) -> tuple[str, str]:
-    """`Bundle.method` and `Bundle.signer` of a signature that is stored; `UNKNOWN` and nothing of what is no bundle of a kind that is known here:
-    a later release may have put it there, or whoever can write to the store.
+    """`Bundle.method` and `Bundle.signer` of a stored signature; `UNKNOWN` and an empty text for one that is not recognised: a later release,
+    or any writer of the store, may have put it there.
     """
     try:
         bundle = Bundle.read(content)

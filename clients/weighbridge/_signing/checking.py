@@ -1,4 +1,4 @@
-"""Check of a version: whether it is signed by all that are required. Pure but for the arithmetic of the library."""
+"""Check of a version: whether it is signed by all that are required. Pure except for the library's computations."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from weighbridge.errors import FailedPrecondition, InvalidArgument
 __all__ = ["Signed"]
 
 _SHOWN = 12
-"""Digits of a signature's digest that are shown."""
+"""Digits of a signature's digest in messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signed(JsonValue):
-    """A signature that counts.
+    """A signature that satisfies a requirement.
 
     Attributes:
-        trusted: the name of what it was required by.
-        by: who has signed.
-        id: of the signature.
+        trusted: name of the requirement.
+        by: the signer.
+        id: identifier of the signature.
     """
 
     trusted: str
@@ -39,12 +39,12 @@ def check_signed(
     """For each requirement, a signature of the version that satisfies it.
 
     Args:
-        manifest: of the version.
-        signatures: all that it has.
-        required: each must have signed.
+        manifest: manifest of the version.
+        signatures: all of its signatures.
+        required: the requirements, each of which must be satisfied.
 
     Raises:
-        FailedPrecondition: one has not; `details` says of each signature why it does not count.
+        FailedPrecondition: one is not; `details` gives the reason for each signature.
     """
     found = []
     for trusted in required:
@@ -63,12 +63,12 @@ def check_signed(
 
 
 def unsigned(title: str, trusted: Trusted, reasons: Sequence[str]) -> FailedPrecondition:
-    """What to raise of a version without a signature that counts.
+    """The error to raise for a version without a signature that satisfies a requirement.
 
     Args:
-        title: of the version, ``namespace/name@number``.
-        trusted: who should have signed.
-        reasons: why each of its signatures does not count.
+        title: name of the version, ``namespace/name@number``.
+        trusted: the requirement.
+        reasons: why each of its signatures does not satisfy it.
     """
     what = "none of its signatures counts" if reasons else "it has no signature"
     return FailedPrecondition(
@@ -88,7 +88,7 @@ def _check(manifest: ManifestText, signature: Signature, trusted: Trusted) -> st
 
 
 def check_about(manifest: ManifestText, content: bytes) -> str:
-    """The method and the signer of a signature, as text, if it is one of a version; keys are not checked.
+    """The method and the signer of a signature, as text, if it is about a version; keys are not checked.
 
     Raises:
         InvalidArgument: ``content`` is no signature, or not about this version.

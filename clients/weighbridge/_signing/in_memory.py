@@ -1,4 +1,4 @@
-"""Files without a disk, for a library that wants paths: private keys must not lie in a temporary folder."""
+"""Files without a disk, for a library that requires paths: private keys must not lie in a temporary folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def in_memory(content: bytes = b"") -> Iterator[Path]:
-    """The path of a file with this content, which is gone after the block."""
+    """The path of a file with this content; the file is gone after the block."""
     fd = os.memfd_create("weighbridge", os.MFD_CLOEXEC)
     try:
         with os.fdopen(os.dup(fd), "wb") as out:

@@ -1,6 +1,6 @@
 """Adapter of model-signing: its signers and verifiers over digests that are known already, so that no file is read.
 
-It hashes a folder by a configuration that can be given to it; the one given here answers with a statement.
+The library lets callers configure how a folder is hashed; the configuration here returns the digests of a statement.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weighbridge._signing.statement import Statement
 
 
 class _Known(hashing.Config):
-    """Hashes a folder by what is known of it."""
+    """Hashing configuration that returns known digests."""
 
     def __init__(self, statement: Statement) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -25,7 +25,7 @@ class _Known(hashing.Config):
     def hash(
         self, model_path: hashing.PathLike, *, files_to_hash: Iterable[hashing.PathLike] | None = None
     ) -> manifest.Manifest:
-        """The digests of the statement, whatever lies at the path."""
+        """The digests of the statement; the path is ignored."""
         kind = manifest.SerializationType.from_args(
             {
                 "method": "files",
@@ -44,17 +44,17 @@ class _Known(hashing.Config):
 
 
 def sign(statement: Statement, key: bytes, certificates: tuple[bytes, ...]) -> bytes:
-    """A signature of a statement.
+    """Sign a statement.
 
     Args:
-        statement: what is signed.
+        statement: the statement.
         key: the private key, as PEM text without encryption.
-        certificates: the key's certificate, and those that lead to its authority, as PEM text; empty to sign by the key alone.
+        certificates: the key's certificate and its chain, as PEM text; empty to sign with the key alone.
     """
     config = signing.Config().set_hashing_config(_Known(statement))
     with in_memory(key) as key_file, in_memory() as out:
         if certificates:
-            # the library wants some; the key's own leads no further, and does no harm
+            # the library requires a chain; the key's own certificate adds nothing to it, and does no harm
             others = certificates[1:] or certificates[:1]
             with in_memory(certificates[0]) as own, in_memory(b"".join(others)) as chain:
                 config.use_certificate_signer(
@@ -67,24 +67,24 @@ def sign(statement: Statement, key: bytes, certificates: tuple[bytes, ...]) -> b
 
 
 def verify_by_key(statement: Statement, content: bytes, public_key: bytes) -> None:
-    """Raise whatever model-signing raises if this is no signature of a statement by a key.
+    """Raise model-signing's error if this is no signature of a statement by a key.
 
     Args:
-        statement: what is said to be signed.
+        statement: the statement that should be signed.
         content: the signature.
-        public_key: as PEM text.
+        public_key: the key, as PEM text.
     """
     with in_memory(public_key) as key:
         _verify(verifying.Config().use_elliptic_key_verifier(public_key=key), statement, content)
 
 
 def verify_by_authorities(statement: Statement, content: bytes, authorities: bytes) -> None:
-    """Raise whatever model-signing raises if this is no signature of a statement by a certificate of one of these authorities.
+    """Raise model-signing's error if this is no signature of a statement by a certificate of one of these authorities.
 
     Args:
-        statement: what is said to be signed.
+        statement: the statement that should be signed.
         content: the signature.
-        authorities: certificates, as PEM text.
+        authorities: the authorities' certificates, as PEM text.
     """
     with in_memory(authorities) as chain:
         _verify(verifying.Config().use_certificate_verifier(certificate_chain=[chain]), statement, content)

@@ -1,4 +1,4 @@
-"""Signatures beside a client: signs versions, and checks by whom they are signed."""
+"""Signatures beside a client: signs versions, and checks their signatures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Signatures:
     """Signatures of versions; `Client.signatures` reads them. Safe to use from several threads.
 
     Args:
-        client: asks the service; stays the caller's to close.
+        client: client of the service; the caller closes it.
     """
 
     def __init__(self, client: Client) -> None:
@@ -30,26 +30,26 @@ class Signatures:
         return f"<Signatures beside {self._client!r}>"
 
     def sign(self, model: str, version: str | int | None = None, *, signer: Signer) -> Signing:
-        """Sign a version: its files, and its manifest, which says where it comes from. Repeating it is harmless.
+        """Sign a version: its files, and its manifest, which includes its origin. Repeating it is harmless.
 
-        The private key stays in this process. Where the manifest lacks the SHA-256 of files, the service reads all files once, and compares
+        The private key stays in this process. If the manifest lacks the SHA-256 of files, the service reads all files once, and compares
         them with the manifest.
 
         Args:
-            model: which model.
+            model: the model.
             version: a number or a ref; by default the latest.
-            signer: what signs.
+            signer: the signer.
 
         Raises:
             NotFound: no such model or version.
             FailedPrecondition: it is not durable yet, or was taken out of history.
-            DataLoss: its files are not what its manifest says.
+            DataLoss: its files do not match its manifest.
             ResourceExhausted: it has as many signatures as a version may have.
         """
         return self._connection.run(steps.sign(model, version, signer))
 
     def add(self, model: str, version: str | int | None = None, *, content: bytes) -> Signing:
-        """Put a signature to a version that was made elsewhere, as by ``model_signing sign pkcs11-key`` in the folder of a download.
+        """Add a signature that was made elsewhere to a version, as by ``model_signing sign pkcs11-key`` in the folder of a download.
 
         Raises:
             InvalidArgument: it is no signature, or not about this version.
@@ -60,26 +60,26 @@ class Signatures:
     def check(
         self, model: str, version: str | int | None = None, *, required: Sequence[Trusted]
     ) -> tuple[Signed, ...]:
-        """Check that a version is signed by all that are required: the version that this manifest is of, and no other. Its weights are
+        """Check that a version is signed by all that are required. The signatures are bound to this version by its manifest. Its weights are
         not read.
 
         Args:
-            model: which model.
+            model: the model.
             version: a number or a ref; by default the latest.
-            required: each must have signed.
+            required: the requirements, each of which must be satisfied.
 
         Returns:
-            For each of these, a signature that counts.
+            For each of these, a signature that satisfies it.
 
         Raises:
-            FailedPrecondition: one has not signed; ``details`` says of each signature why it does not count. Or the version is not durable.
+            FailedPrecondition: one is not satisfied; ``details`` gives the reason for each signature. Or the version is not durable.
             NotFound: no such model or version.
-            DataLoss: the service gives another version's manifest.
+            DataLoss: the service returned another version's manifest.
         """
         return self._connection.run(steps.check_signed(model, version, required))
 
     def verify(
         self, model: str, version: str | int | None = None, *, required: Sequence[Trusted]
     ) -> tuple[Verification, tuple[Signed, ...]]:
-        """As `check`, and have the service compare the version's files with what was signed, as `Client.verify` does with the manifest."""
+        """As `check`, and let the service compare the version's files with the signed digests, as `Client.verify` does with the manifest."""
         return self._connection.run(steps.verify_signed(model, version, required))

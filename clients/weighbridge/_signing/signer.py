@@ -1,4 +1,4 @@
-"""Signer: a private key, by itself or with a certificate. It stays in this process."""
+"""Signer: a private key, alone or with a certificate. It stays in this process."""
 
 from __future__ import annotations
 
@@ -34,22 +34,21 @@ class Signer:
 
     Args:
         key: file of a private key (PEM) on the curve P-256, P-384 or P-521.
-        password: of the key, if it is encrypted.
-        certificate: file of the key's certificate (PEM), which may go on with those that lead to its authority; None to sign by the key
-            alone.
-        chain: files of further certificates that lead to its authority.
+        password: password of the key, if it is encrypted.
+        certificate: file of the key's certificate (PEM), which may also contain its chain; None to sign with the key alone.
+        chain: files of further certificates of the chain.
 
     Raises:
-        InvalidArgument: a file holds something else, the certificate is not the key's, or has expired.
+        InvalidArgument: a file has other content, or the certificate is not the key's or has expired.
         PasswordNeeded: the key is encrypted, and the password is missing or wrong.
-        FailedPrecondition: what signs is not installed.
+        FailedPrecondition: the packages for signing are not installed.
         OSError: a file cannot be read.
 
     Attributes:
         private_key: PEM text of the key, without encryption.
         public_key: PEM text of the public key.
-        certificates: PEM text of its certificate and of those that lead to its authority; empty if it signs by itself.
-        certificate_der: its certificate alone.
+        certificates: PEM text of its certificate and the chain; empty if it signs with the key alone.
+        certificate_der: its certificate alone, as DER; empty if it has none.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Signer:
 
     @property
     def method(self) -> str:
-        """How it signs: ``key`` or ``certificate``."""
+        """Method of signing: ``key`` or ``certificate``."""
         return "certificate" if self.certificates else "key"
 
 
@@ -98,17 +97,17 @@ def sign(signer: Signer, statement: Statement) -> bytes:
 
 
 def has_signed(signer: Signer, bundle: Bundle) -> bool:
-    """Whether a signature is by a signer's key and, if it signs by one, its certificate."""
+    """Whether a signature is by a signer's key and, if the signer has one, its certificate."""
     from weighbridge._signing import library
 
     if bundle.certificates[:1] != signer.certificate_der:
         return False
-    # what is signed says nothing of who signs; model-signing checks certificates by their authorities alone
+    # the signed statement does not name the signer; model-signing checks certificates only against their authorities
     by_key = {"publicKey": {"hint": key_id(signer.public_key)}, "tlogEntries": []}
     relabelled = json.dumps({**json.loads(bundle.content), "verificationMaterial": by_key})
     try:
         library.verify_by_key(bundle.statement, relabelled.encode(), signer.public_key)
-    except Exception:  # whatever its own libraries raise
+    except Exception:  # model-signing raises errors of several libraries
         return False
     return True
 
@@ -137,7 +136,7 @@ def _private_key(path: Path, password: str | None) -> ec.EllipticCurvePrivateKey
 
 
 def key_id(public_key: bytes) -> str:
-    """What signatures call a key: SHA-256 of its PEM text, as 64 hex digits."""
+    """Identifier of a key in signatures: SHA-256 of its PEM text, as 64 hex digits."""
     return hashlib.sha256(public_key).hexdigest()
 
 
@@ -149,7 +148,7 @@ def is_supported(key: object) -> bool:
 
 
 def kind_of(key: object) -> str:
-    """A key's kind for people, such as ``an RSA key``."""
+    """A key's kind for messages, such as ``an RSA key``."""
     curve = getattr(getattr(key, "curve", None), "name", "")
     name = type(key).__name__.strip("_").removesuffix("PrivateKey").removesuffix("PublicKey")
     return f"a key on {curve}" if curve else f"a key of the kind {name}"
@@ -166,9 +165,9 @@ def read_certificates(path: Path) -> list[x509.Certificate]:
 
 
 def check_usable(certificate: x509.Certificate, where: str) -> None:
-    """Raise InvalidArgument if a certificate does not count now, or its key cannot sign versions.
+    """Raise InvalidArgument if a certificate is not valid now, or its key cannot sign versions.
 
-    When something was signed nobody can say who was not there; so a signature counts as long as its certificate does.
+    A signature has no trusted time, so it counts only as long as its certificate is valid.
     """
     now = datetime.now(UTC)
     if now > certificate.not_valid_after_utc:

@@ -1,8 +1,8 @@
 """Statement of a signature: the SHA-256 of each file of a version's folder, the manifest among them.
 
-The manifest holds the root of each file's tree of digests and where the version comes from, so these are signed along. Digests of blocks are
-not listed: the roots are digests of these. Format: predicate ``https://model_signing/signature/v1.0`` of in-toto statements, as model-signing 1.1
-writes it for whole files.
+The manifest has the root of each file's digest tree and the version's origin, so these are signed too. Block digests are not listed: the
+roots are digests of them. Format: predicate ``https://model_signing/signature/v1.0`` of in-toto statements, as model-signing 1.1 writes it
+for whole files.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from weighbridge._core.file_names import SIGNATURES_FOLDER
 from weighbridge._core.manifest_text import BLOCKS_SUFFIX, MANIFEST_FILE, ManifestText
 from weighbridge.errors import InvalidArgument
 
-"""Where the signatures of a folder lie in it."""
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://model_signing/signature/v1.0"
 
 _PASSED_OVER = (SIGNATURES_FOLDER, ".cache", ".git", ".gitattributes", ".github", ".gitignore")
-"""Besides block digests: what no loader reads, and what downloads leave in a folder."""
+"""Names that verifiers ignore, besides block digests: files that no loader reads, and files that downloads leave in a folder."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What is signed.
+    """The signed statement.
 
     Attributes:
-        subject: what the signer calls it, ``namespace/name@number``; informative.
-        sha256: of each file by name, as 64 hex digits.
-        passed_over: names in the folder that a verifier does not look at.
+        subject: the signer's name for it, ``namespace/name@number``; informative.
+        sha256: SHA-256 of each file by name, as 64 hex digits.
+        passed_over: names in the folder that a verifier ignores.
     """
 
     subject: str
@@ -47,8 +46,8 @@ class Statement:
         """The statement about a version.
 
         Args:
-            manifest: the version's.
-            sha256: of the files whose SHA-256 the manifest does not say.
+            manifest: the version's manifest.
+            sha256: SHA-256 of the files for which the manifest has none.
 
         Raises:
             InvalidArgument: the digest of a file is missing.
@@ -62,10 +61,10 @@ class Statement:
 
     @staticmethod
     def read(value: Any) -> Statement:
-        """The statement of a signature's payload, which is JSON.
+        """Parse the statement in a signature's payload, which is JSON.
 
         Raises:
-            InvalidArgument: it is none about whole files by their SHA-256; says why.
+            InvalidArgument: it is no statement about whole files by their SHA-256; the message says why.
         """
         try:
             if value["_type"] != STATEMENT_TYPE or value["predicateType"] != PREDICATE_TYPE:
@@ -106,9 +105,9 @@ class Statement:
         return hashlib.sha256(b"".join(bytes.fromhex(self.sha256[name]) for name in in_order)).hexdigest()
 
     def contradictions(self, manifest: ManifestText) -> list[str]:
-        """In what the statement is not about a version; empty if it is about it.
+        """Differences between the statement and a version; empty if the statement is about the version.
 
-        A file whose SHA-256 the manifest does not say is compared by name: the manifest, whose digest is signed, has another digest of it.
+        A file without SHA-256 in the manifest is compared by name: the manifest, whose digest is signed, has another digest of it.
         """
         if self.sha256.get(MANIFEST_FILE) != manifest.sha256:
             about = f": it is about {self.subject[:200]}" if self.subject != manifest.title else ""

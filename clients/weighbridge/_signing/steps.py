@@ -32,17 +32,17 @@ _call = partial(call_method, pb.DESCRIPTOR.services_by_name["ModelService"])
 
 @dataclass(frozen=True, slots=True)
 class Signing(JsonValue):
-    """What came of signing a version.
+    """Result of signing a version.
 
     Attributes:
         model: ``namespace/name``.
-        number: of the version.
-        id: of the signature.
-        method: how it is signed: ``key`` or ``certificate``.
+        number: number of the version.
+        id: identifier of the signature.
+        method: method of signing: ``key`` or ``certificate``.
         signer: the key, by SHA-256 of its public key's PEM text; or the certificate, by SHA-256.
-        added: whether it was made now; otherwise the signer had signed before.
-        bytes_read: of files that the service has read again for their SHA-256.
-        step, run, parent, metadata, provenance: what the manifest says of where the version comes from, which is signed along.
+        added: whether the signature was made now; otherwise the signer had signed before.
+        bytes_read: bytes of files that the service has read again for their SHA-256.
+        step, run, parent, metadata, provenance: origin of the version in its manifest, which is signed too.
     """
 
     model: str
@@ -60,7 +60,7 @@ class Signing(JsonValue):
 
 
 def add_signature(model: str, version: str | int | None, content: bytes) -> Steps[Signing]:
-    """Put a signature to a version that somebody has made elsewhere."""
+    """Add a signature that was made elsewhere to a version."""
     bundle = Bundle.read(content)
     meant = Reference.of(model, version, REF_LATEST)
     number, _ = yield from get_signatures(meant.model, meant.version)
@@ -72,7 +72,7 @@ def add_signature(model: str, version: str | int | None, content: bytes) -> Step
 def check_signed(
     model: str, version: str | int | None, required: Sequence[Trusted]
 ) -> Steps[tuple[Signed, ...]]:
-    """Compare a version's signatures with what is required; the signatures that count."""
+    """Check a version's signatures against the requirements. Returns the signatures that satisfy them."""
     _, _, signed = yield from _compared(model, version, required)
     return signed
 
@@ -80,10 +80,10 @@ def check_signed(
 def _compared(
     model: str, version: str | int | None, required: Sequence[Trusted]
 ) -> Steps[tuple[ManifestText, tuple[Signature, ...], tuple[Signed, ...]]]:
-    """A version's manifest, its signatures, and those of them that count."""
+    """A version's manifest, its signatures, and those that satisfy the requirements."""
     meant = Reference.of(model, version, REF_LATEST)
     number, signatures = yield from get_signatures(meant.model, meant.version)
-    if required and not signatures:  # asked again and again; manifests may be large
+    if required and not signatures:  # callers poll this; manifests may be large
         raise checking.unsigned(f"{meant.model}@{number}", required[0], ())
     manifest = yield from get_manifest(meant.model, number)
     signed: tuple[Signed, ...] = yield Work(partial(checking.check_signed, manifest, signatures, required))
@@ -93,7 +93,7 @@ def _compared(
 def verify_signed(
     model: str, version: str | int | None, required: Sequence[Trusted]
 ) -> Steps[tuple[Verification, tuple[Signed, ...]]]:
-    """As `check_signed`, and have the service compare all files with the manifest, and their SHA-256 with what was signed."""
+    """As `check_signed`, and let the service compare all files with the manifest, and their SHA-256 with the signed ones."""
     manifest, signatures, signed = yield from _compared(model, version, required)
     verified = yield from ask(
         table.VERIFY_VERSION, model=manifest.model, version=str(manifest.number), sha256=True
@@ -107,13 +107,13 @@ def verify_signed(
         for by, statement in statements
         for name in manifest.files
         if statement.sha256[name] != verified.sha256.get(name)
-        and (name in verified.sha256 or not verified.problems)  # of what is damaged it need not say any
+        and (name in verified.sha256 or not verified.problems)  # the service may omit it for damaged files
     ]
     return replace(verified, problems=(*verified.problems, *problems)), signed
 
 
 def sign(model: str, version: str | int | None, signer: Signer) -> Steps[Signing]:
-    """Sign a version, unless the signer has: by the digests in its manifest, and those that the service makes of files that lack them."""
+    """Sign a version, unless the signer has: by the digests in its manifest, and for files without SHA-256, by digests from the service."""
     meant = Reference.of(model, version, REF_LATEST)
     number, signatures = yield from get_signatures(meant.model, meant.version)
     manifest = yield from get_manifest(meant.model, number)
@@ -147,7 +147,7 @@ def _add(manifest: ManifestText, content: bytes) -> Steps[None]:
 
 
 def _by(signer: Signer, signature: Signature, manifest: ManifestText) -> Bundle | None:
-    """A signature, if it is one of a version by a signer."""
+    """A parsed signature, if it is one of the version by the signer."""
     try:
         bundle = Bundle.read(signature.content)
     except InvalidArgument:

@@ -1,4 +1,4 @@
-"""Trust: public keys and authorities that somebody has named, and whether a signature is by one of them."""
+"""Trust: public keys and authorities that the caller trusts, and whether a signature is by one of them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ log = logging.getLogger(__name__)
 
 _BLOCK = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----.*?-----END \1-----", re.DOTALL)
 _SHOWN = 16
-"""Digits of a key's digest that are shown."""
+"""Digits of a key's digest in messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trusted:
-    """Public keys and authorities, each of which may have signed.
+    """Public keys and authorities; a signature by any of them counts.
 
     Attributes:
-        name: what to call them in messages.
+        name: their name in messages.
         keys: PEM text of each public key, by its SHA-256.
         authorities: PEM text of the authorities' certificates; empty if there are none.
     """
@@ -38,18 +38,18 @@ class Trusted:
 
     @staticmethod
     def of_file(path: str | Path) -> Trusted:
-        """What a file (PEM) holds: any number of public keys and of authorities' certificates.
+        """Read a file (PEM) of any number of public keys and of authorities' certificates.
 
         Raises:
-            InvalidArgument: it holds none, something else, or keys that cannot sign versions.
-            FailedPrecondition: what checks signatures is not installed.
+            InvalidArgument: it has none, or something else, or keys that cannot sign versions.
+            FailedPrecondition: the packages for checking signatures are not installed.
             OSError: it cannot be read.
         """
         return Trusted.of_text(Path(path).read_bytes(), str(path))
 
     @staticmethod
     def of_text(content: bytes, name: str) -> Trusted:
-        """As `of_file`, of a text."""
+        """As `of_file`, from the file's content."""
         with needs_extra(EXTRA, "checking signatures"):
             from cryptography import x509
             from cryptography.exceptions import UnsupportedAlgorithm
@@ -92,10 +92,10 @@ class Trusted:
 
 
 def check(trusted: Trusted, bundle: Bundle) -> str:
-    """Who has signed, if that is somebody who is trusted: ``key 0123...`` or the name in a certificate.
+    """The signer, if it is trusted: ``key 0123...`` or the name in a certificate.
 
     Raises:
-        InvalidArgument: it is none of them, or the signature is wrong; says why.
+        InvalidArgument: the signer is not trusted, or the signature is wrong; the message says why.
     """
     if bundle.certificates:
         return _check_certificate(trusted, bundle)
