@@ -1,4 +1,4 @@
-"""How the contract becomes Python: turns weighbridge/v1/*.proto into the stubs in clients/weighbridge/v1.
+"""Generation of the contract's Python code: compiles weighbridge/v1/*.proto to the stubs in clients/weighbridge/v1.
 
     python protos/generate.py            write the stubs, removing those whose .proto is gone
     python protos/generate.py --check    write nothing; fail and show where the stubs differ from the contract

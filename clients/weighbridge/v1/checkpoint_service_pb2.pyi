@@ -238,8 +238,8 @@ class DeclareLayoutResponse(_message.Message):
 
     @_builtins.property
     def shared(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indexes into the layout's shards: those whose box other ranks hold, too, in a tensor space in which nobody knows whether they are
-        replicas. Whoever seals says what they hold.
+        """Indexes into the layout's shards: shards whose box other ranks hold as well, in a tensor space that does not tell whether they are
+        replicas. Each rank declares their content when it seals.
         """
 
     @_builtins.property
@@ -595,7 +595,7 @@ class AbortVersionRequest(_message.Message):
     number: _builtins.int
     reason: _builtins.str
     client_id: _builtins.str
-    """Of a rank that cannot take part: identity of its process. Processes of the push that come within 10 s are told, too, once each."""
+    """For a rank that cannot take part: identity of its process. Processes of the push that come within 10 s get the error, too, once each."""
     refused_rank: _builtins.int
     """That rank, if it was refused before it could declare a layout. A version for which the rank has declared one goes on, and the call
     ends with ALREADY_EXISTS.

@@ -118,7 +118,7 @@ Global___ListEnginesResponse: _TypeAlias = ListEnginesResponse  # noqa: Y015
 
 @_typing.final
 class EngineReport(_message.Message):
-    """What an agent says of its engine. Times are told as ages: clocks of machines differ."""
+    """An agent's report of its engine. Times are sent as ages, because clocks of machines differ."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -243,9 +243,9 @@ class EngineReport(_message.Message):
     @_builtins.property
     def update_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Parts of the last update that succeeded, in seconds, by name, in this order: `wait`, `stage`, `agree`, `pause`, `apply`, `resume`, `confirm`. Each
-        begins where the one before has ended; one that was not measured is missing. `wait` begins when the agent has heard of the version, and is below
-        zero if the engine had begun before. Of an engine that the service tells of, `receive` and `hear` are before them: from the opening of the version
-        until it was ready, and until the agent had heard of it.
+        begins where the previous one has ended; a part that was not measured is missing. `wait` begins when the agent has been notified of the version,
+        and is below zero if the engine had begun before. In the service's list of engines, `receive` and `hear` come before them: from the opening of the
+        version until it was ready, and from then until the agent was notified.
         """
 
     def __init__(

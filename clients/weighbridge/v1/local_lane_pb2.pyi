@@ -492,7 +492,7 @@ class FilePlace(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     memory: _builtins.int
-    """Index into the memories that are lent."""
+    """Index into the memories that are granted."""
     offset: _builtins.int
     """Of the file's first byte."""
     @_builtins.property

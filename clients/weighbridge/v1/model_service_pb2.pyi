@@ -1206,7 +1206,7 @@ class ApproveVersionRequest(_message.Message):
     """Who approves it, in their own words; empty is the address of the caller. A service with a policy writes down who the caller is known to be."""
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """For which of the reasons it is held for; empty is all of them. Who repeats a call names them: others may have been found since."""
+        """Reasons to approve; empty approves all reasons for which it is held. A caller that repeats a call names them: others may have been found since."""
 
     def __init__(
         self,
@@ -1300,7 +1300,7 @@ class DeleteModelRequest(_message.Message):
     FORCE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     request_id: _builtins.str
-    """The same in each repetition of a call: what was deleted by it already is not deleted again, whoever has registered the name since."""
+    """The same in each repetition of a call. A repetition deletes nothing more, even if the name was registered again since."""
     force: _builtins.bool
     """Also if adapters are on versions of it, which then say that they lack them."""
     def __init__(

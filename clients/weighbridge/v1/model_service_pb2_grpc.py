@@ -181,7 +181,7 @@ class ModelServiceServicer(object):
 
     def RegisterModel(self, request_iterator, context):
         """Registers a model, or replaces its files where the tensors stay the same. Repeating a registration is harmless.
-        The request comes in parts; a file that has the name of the one before it goes on with its content.
+        The request comes in parts; a file with the same name as the previous file continues its content.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -235,7 +235,7 @@ class ModelServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRef(self, request, context):
-        """Takes a ref away, or asks for it, likewise.
+        """Deletes a ref. If it is protected and takes approvals, that is requested; without a `request_id` it is refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -290,7 +290,7 @@ class ModelServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetSignatures(self, request, context):
-        """The signatures of a version in the object store. Who asks verifies them: the service knows no keys.
+        """The signatures of a version in the object store. The caller verifies them: the service has no keys.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -360,7 +360,7 @@ class ModelServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WarmModel(self, request, context):
-        """Makes memory for the images of a model's next versions now, as far as there is room that nobody else has: so that the first push does not wait for it.
+        """Makes memory for the images of a model's next versions now, as far as there is free room, so that the first push does not wait for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,7 +37,7 @@ class ModelServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ModelServiceAsyncStub: ...
     RegisterModel: _grpc.StreamUnaryMultiCallable[_model_service_pb2.RegisterModelRequest, _model_service_pb2.RegisterModelResponse]
     """Registers a model, or replaces its files where the tensors stay the same. Repeating a registration is harmless.
-    The request comes in parts; a file that has the name of the one before it goes on with its content.
+    The request comes in parts; a file with the same name as the previous file continues its content.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetModelRequest, _model_service_pb2.GetModelResponse]
     ListModels: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.ListModelsRequest, _model_service_pb2.ListModelsResponse]
@@ -53,7 +53,7 @@ class ModelServiceStub:
     SetRef: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.SetRefRequest, _model_service_pb2.SetRefResponse]
     """Moves a ref. If it is protected and takes approvals, that is asked for; without a `request_id` it is refused."""
     DeleteRef: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.DeleteRefRequest, _model_service_pb2.DeleteRefResponse]
-    """Takes a ref away, or asks for it, likewise."""
+    """Deletes a ref. If it is protected and takes approvals, that is requested; without a `request_id` it is refused."""
     ApproveRef: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.ApproveRefRequest, _model_service_pb2.ApproveRefResponse]
     """Approves a request of another identity; the last approval that it takes carries it out. Repeating it changes nothing."""
     WithdrawRef: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.WithdrawRefRequest, _model_service_pb2.WithdrawRefResponse]
@@ -68,7 +68,7 @@ class ModelServiceStub:
     ReadManifest: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.ReadManifestRequest, _model_service_pb2.ReadManifestResponse]
     """The manifest of a version in the object store, or a part of it."""
     GetSignatures: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetSignaturesRequest, _model_service_pb2.GetSignaturesResponse]
-    """The signatures of a version in the object store. Who asks verifies them: the service knows no keys."""
+    """The signatures of a version in the object store. The caller verifies them: the service has no keys."""
     AddSignature: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.AddSignatureRequest, _model_service_pb2.AddSignatureResponse]
     """Puts a signature to a version in the object store. It must be about this version's files; whose it is, is not asked. Putting it again
     changes nothing, and no signature replaces another.
@@ -90,7 +90,7 @@ class ModelServiceStub:
     CollectVersions: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.CollectVersionsRequest, _model_service_pb2.CollectVersionsResponse]
     """Carries the retention out now, without waiting for the service to do so by itself."""
     WarmModel: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.WarmModelRequest, _model_service_pb2.WarmModelResponse]
-    """Makes memory for the images of a model's next versions now, as far as there is room that nobody else has: so that the first push does not wait for it."""
+    """Makes memory for the images of a model's next versions now, as far as there is free room, so that the first push does not wait for it."""
     GetUsage: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetUsageRequest, _model_service_pb2.GetUsageResponse]
     """The limits that the caller has, those of namespaces of which it may look at a model, and how much of them is used."""
 
@@ -99,7 +99,7 @@ class ModelServiceAsyncStub(ModelServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     RegisterModel: _aio.StreamUnaryMultiCallable[_model_service_pb2.RegisterModelRequest, _model_service_pb2.RegisterModelResponse]  # type: ignore[assignment]
     """Registers a model, or replaces its files where the tensors stay the same. Repeating a registration is harmless.
-    The request comes in parts; a file that has the name of the one before it goes on with its content.
+    The request comes in parts; a file with the same name as the previous file continues its content.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetModelRequest, _model_service_pb2.GetModelResponse]  # type: ignore[assignment]
     ListModels: _aio.UnaryUnaryMultiCallable[_model_service_pb2.ListModelsRequest, _model_service_pb2.ListModelsResponse]  # type: ignore[assignment]
@@ -115,7 +115,7 @@ class ModelServiceAsyncStub(ModelServiceStub):
     SetRef: _aio.UnaryUnaryMultiCallable[_model_service_pb2.SetRefRequest, _model_service_pb2.SetRefResponse]  # type: ignore[assignment]
     """Moves a ref. If it is protected and takes approvals, that is asked for; without a `request_id` it is refused."""
     DeleteRef: _aio.UnaryUnaryMultiCallable[_model_service_pb2.DeleteRefRequest, _model_service_pb2.DeleteRefResponse]  # type: ignore[assignment]
-    """Takes a ref away, or asks for it, likewise."""
+    """Deletes a ref. If it is protected and takes approvals, that is requested; without a `request_id` it is refused."""
     ApproveRef: _aio.UnaryUnaryMultiCallable[_model_service_pb2.ApproveRefRequest, _model_service_pb2.ApproveRefResponse]  # type: ignore[assignment]
     """Approves a request of another identity; the last approval that it takes carries it out. Repeating it changes nothing."""
     WithdrawRef: _aio.UnaryUnaryMultiCallable[_model_service_pb2.WithdrawRefRequest, _model_service_pb2.WithdrawRefResponse]  # type: ignore[assignment]
@@ -130,7 +130,7 @@ class ModelServiceAsyncStub(ModelServiceStub):
     ReadManifest: _aio.UnaryUnaryMultiCallable[_model_service_pb2.ReadManifestRequest, _model_service_pb2.ReadManifestResponse]  # type: ignore[assignment]
     """The manifest of a version in the object store, or a part of it."""
     GetSignatures: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetSignaturesRequest, _model_service_pb2.GetSignaturesResponse]  # type: ignore[assignment]
-    """The signatures of a version in the object store. Who asks verifies them: the service knows no keys."""
+    """The signatures of a version in the object store. The caller verifies them: the service has no keys."""
     AddSignature: _aio.UnaryUnaryMultiCallable[_model_service_pb2.AddSignatureRequest, _model_service_pb2.AddSignatureResponse]  # type: ignore[assignment]
     """Puts a signature to a version in the object store. It must be about this version's files; whose it is, is not asked. Putting it again
     changes nothing, and no signature replaces another.
@@ -152,7 +152,7 @@ class ModelServiceAsyncStub(ModelServiceStub):
     CollectVersions: _aio.UnaryUnaryMultiCallable[_model_service_pb2.CollectVersionsRequest, _model_service_pb2.CollectVersionsResponse]  # type: ignore[assignment]
     """Carries the retention out now, without waiting for the service to do so by itself."""
     WarmModel: _aio.UnaryUnaryMultiCallable[_model_service_pb2.WarmModelRequest, _model_service_pb2.WarmModelResponse]  # type: ignore[assignment]
-    """Makes memory for the images of a model's next versions now, as far as there is room that nobody else has: so that the first push does not wait for it."""
+    """Makes memory for the images of a model's next versions now, as far as there is free room, so that the first push does not wait for it."""
     GetUsage: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetUsageRequest, _model_service_pb2.GetUsageResponse]  # type: ignore[assignment]
     """The limits that the caller has, those of namespaces of which it may look at a model, and how much of them is used."""
 
@@ -164,7 +164,7 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_model_service_pb2.RegisterModelResponse, _abc.Awaitable[_model_service_pb2.RegisterModelResponse]]:
         """Registers a model, or replaces its files where the tensors stay the same. Repeating a registration is harmless.
-        The request comes in parts; a file that has the name of the one before it goes on with its content.
+        The request comes in parts; a file with the same name as the previous file continues its content.
         """
 
     @_abc_1.abstractmethod
@@ -228,7 +228,7 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_service_pb2.DeleteRefRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_service_pb2.DeleteRefResponse, _abc.Awaitable[_model_service_pb2.DeleteRefResponse]]:
-        """Takes a ref away, or asks for it, likewise."""
+        """Deletes a ref. If it is protected and takes approvals, that is requested; without a `request_id` it is refused."""
 
     @_abc_1.abstractmethod
     def ApproveRef(
@@ -291,7 +291,7 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_service_pb2.GetSignaturesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_service_pb2.GetSignaturesResponse, _abc.Awaitable[_model_service_pb2.GetSignaturesResponse]]:
-        """The signatures of a version in the object store. Who asks verifies them: the service knows no keys."""
+        """The signatures of a version in the object store. The caller verifies them: the service has no keys."""
 
     @_abc_1.abstractmethod
     def AddSignature(
@@ -373,7 +373,7 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_service_pb2.WarmModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_service_pb2.WarmModelResponse, _abc.Awaitable[_model_service_pb2.WarmModelResponse]]:
-        """Makes memory for the images of a model's next versions now, as far as there is room that nobody else has: so that the first push does not wait for it."""
+        """Makes memory for the images of a model's next versions now, as far as there is free room, so that the first push does not wait for it."""
 
     @_abc_1.abstractmethod
     def GetUsage(

@@ -33,7 +33,7 @@ class _PushStageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PushStage.V
     PUSH_STAGE_RECEIVING: _PushStage.ValueType  # 1
     """Bytes of its files are still to come."""
     PUSH_STAGE_COMPLETE: _PushStage.ValueType  # 2
-    """All of them are there, and nobody can change them."""
+    """All of them have arrived and can no longer be changed."""
     PUSH_STAGE_WRITTEN: _PushStage.ValueType  # 3
     """They are in the object store."""
     PUSH_STAGE_PUBLISHED: _PushStage.ValueType  # 4
@@ -41,7 +41,7 @@ class _PushStageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PushStage.V
     PUSH_STAGE_FAILED: _PushStage.ValueType  # 5
     """The version was given up."""
     PUSH_STAGE_ABORTED: _PushStage.ValueType  # 6
-    """It was given up because somebody asked for it."""
+    """It was aborted at a caller's request."""
 
 class PushStage(_PushStage, metaclass=_PushStageEnumTypeWrapper): ...
 
@@ -49,7 +49,7 @@ PUSH_STAGE_UNSPECIFIED: PushStage.ValueType  # 0
 PUSH_STAGE_RECEIVING: PushStage.ValueType  # 1
 """Bytes of its files are still to come."""
 PUSH_STAGE_COMPLETE: PushStage.ValueType  # 2
-"""All of them are there, and nobody can change them."""
+"""All of them have arrived and can no longer be changed."""
 PUSH_STAGE_WRITTEN: PushStage.ValueType  # 3
 """They are in the object store."""
 PUSH_STAGE_PUBLISHED: PushStage.ValueType  # 4
@@ -57,7 +57,7 @@ PUSH_STAGE_PUBLISHED: PushStage.ValueType  # 4
 PUSH_STAGE_FAILED: PushStage.ValueType  # 5
 """The version was given up."""
 PUSH_STAGE_ABORTED: PushStage.ValueType  # 6
-"""It was given up because somebody asked for it."""
+"""It was aborted at a caller's request."""
 Global___PushStage: _TypeAlias = PushStage  # noqa: Y015
 
 @_typing.final
@@ -214,7 +214,7 @@ class VersionProgress(_message.Message):
     share: _builtins.int
     """Which part: the number of the replica whose part it was at first, in the order of the lowest rank that pushes to each."""
     handovers: _builtins.int
-    """How often that part was handed over from one replica to another. Who has heard of a later handover passes this by."""
+    """How often that part was handed over from one replica to another. A replica that knows of a later handover ignores this message."""
     nonfinite_elements: _builtins.int
     """With PUSH_STAGE_COMPLETE and PUSH_STAGE_WRITTEN: elements that are NaN or infinite, as ranks of this replica have counted them, or its
     digests have found them; 0 if none are known of.

@@ -53,7 +53,7 @@ class _VersionStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VersionS
     VERSION_STATE_RECEIVING: _VersionState.ValueType  # 2
     """The plan is made and bytes arrive. Not visible."""
     VERSION_STATE_READY: _VersionState.ValueType  # 3
-    """Complete: every byte is in the memory of a live replica, and nobody can write to it. Engines can pull it, and `live` may name
+    """Complete: every byte is in the memory of a live replica, and can no longer be changed. Engines can pull it, and `live` may name
     it. It still fails if that replica ends, or its verification finds damage.
     """
     VERSION_STATE_VERIFIED: _VersionState.ValueType  # 4
@@ -63,7 +63,7 @@ class _VersionStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VersionS
     VERSION_STATE_FAILED: _VersionState.ValueType  # 6
     """Given up before it was visible, or lost before it was durable; `error` says why."""
     VERSION_STATE_ABORTED: _VersionState.ValueType  # 7
-    """Given up because somebody asked for it; `error` says why. It was never visible."""
+    """Aborted at a caller's request; `error` says why. It was never visible."""
     VERSION_STATE_RETIRED: _VersionState.ValueType  # 8
     """Taken out of history. Those who know its number can read it until the grace time is over."""
 
@@ -75,7 +75,7 @@ VERSION_STATE_OPEN: VersionState.ValueType  # 1
 VERSION_STATE_RECEIVING: VersionState.ValueType  # 2
 """The plan is made and bytes arrive. Not visible."""
 VERSION_STATE_READY: VersionState.ValueType  # 3
-"""Complete: every byte is in the memory of a live replica, and nobody can write to it. Engines can pull it, and `live` may name
+"""Complete: every byte is in the memory of a live replica, and can no longer be changed. Engines can pull it, and `live` may name
 it. It still fails if that replica ends, or its verification finds damage.
 """
 VERSION_STATE_VERIFIED: VersionState.ValueType  # 4
@@ -85,7 +85,7 @@ VERSION_STATE_DURABLE: VersionState.ValueType  # 5
 VERSION_STATE_FAILED: VersionState.ValueType  # 6
 """Given up before it was visible, or lost before it was durable; `error` says why."""
 VERSION_STATE_ABORTED: VersionState.ValueType  # 7
-"""Given up because somebody asked for it; `error` says why. It was never visible."""
+"""Aborted at a caller's request; `error` says why. It was never visible."""
 VERSION_STATE_RETIRED: VersionState.ValueType  # 8
 """Taken out of history. Those who know its number can read it until the grace time is over."""
 Global___VersionState: _TypeAlias = VersionState  # noqa: Y015
@@ -334,7 +334,7 @@ class RankProgress(_message.Message):
     declared_time_ms: _builtins.int
     """When it has declared its layout, Unix time; 0 if it has not."""
     sealed_time_ms: _builtins.int
-    """When all of its bytes were there, and it had said so, likewise."""
+    """When all of its bytes had arrived and it had sealed, Unix time; 0 if it has not."""
     received_bytes: _builtins.int
     """Bytes of its stream that have come."""
     total_bytes: _builtins.int
@@ -342,7 +342,7 @@ class RankProgress(_message.Message):
     elsewhere: _builtins.bool
     """Whether it pushes to another replica, which knows more."""
     copying: _builtins.bool
-    """Whether its process writes to shared memory itself: the service is told when all is there, and not how far that is."""
+    """Whether its process writes to shared memory itself: the service learns when all bytes are there, and not the progress."""
     def __init__(
         self,
         *,
@@ -477,7 +477,7 @@ Global___Model: _TypeAlias = Model  # noqa: Y015
 
 @_typing.final
 class Retention(_message.Message):
-    """Which versions are kept: those that a ref names, and those that one of the rules speaks for. No rule keeps everything."""
+    """Rules by which versions are kept: a version is kept if a ref names it or a rule selects it. No rule keeps everything."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -108,7 +108,6 @@ def differs_from(parent: Manifest, name: str, data: ByteArray, go_on: Callable[[
         name: name of the file.
         data: its bytes, header included.
         go_on: called from time to time; an error that it raises ends the comparison.
-        go_on: is called now and then; what it raises ends this.
     """
     before = parent.files.get(name)
     if before is None or before.size != len(data):
