@@ -170,7 +170,7 @@ def test_parameters_are_staged_while_the_rest_still_comes(
 ) -> None:
     new = others(arrays, 2)
     number, [stream] = begin(raw, new, 2)
-    pieces, lent = cut(stream), service.service.serving.bytes_out_locally
+    pieces, granted = cut(stream), service.service.serving.bytes_out_locally
     rank.prepare_early(number)
     raw.push(MODEL, number, pieces[: len(pieces) // 2])
     eventually(lambda: len(staged(rank, new)) > 3)
@@ -184,7 +184,7 @@ def test_parameters_are_staged_while_the_rest_still_comes(
         rank.apply(number)
     check(model, new)
     assert found[0] == found[1] >= len(before)
-    assert service.service.serving.bytes_out_locally - lent == len(stream), "it was lent once"
+    assert service.service.serving.bytes_out_locally - granted == len(stream), "it was granted once"
 
 
 class Quantising(Alone):
@@ -287,7 +287,7 @@ def test_a_step_of_an_engine_that_began_early_has_waited_less_than_nothing(
     )
 
 
-def lend(connection: LaneConnection, number: int, of: int) -> tuple[pb.WriteLoan, mmap.mmap]:
+def grant(connection: LaneConnection, number: int, of: int) -> tuple[pb.WriteLoan, mmap.mmap]:
     """A grant of the image to a rank, and its memory."""
     answer, [descriptor] = connection.ask(
         pb.LaneRequest(begin_write=pb.BeginWrite(model=MODEL, number=number, rank=of))
@@ -344,7 +344,7 @@ def test_no_early_byte_survives_of_a_rank_that_dies_and_writes_other_bytes(
         dying = chance.randrange(2)
         raw.push(MODEL, number, cut(streams[1 - dying]), rank=1 - dying)
         connection = connected(service.address, raw.client_id)
-        loan, memory = lend(connection, number, dying)
+        loan, memory = grant(connection, number, dying)
         shards = len(loan.plan.shards)
         written = chance.sample(range(shards), chance.randint(1, shards))
         ranges = write(loan, memory, written, streams[dying])
@@ -484,7 +484,7 @@ def test_early_copies_have_ended_before_anything_else_is_copied_to_their_place(
     if error is None:
         eventually(lambda: staged(rank, new))
         connection = connected(service.address, raw.client_id)
-        _, memory = lend(connection, number, 0)
+        _, memory = grant(connection, number, 0)
         memory.close()
         connection.close()
     eventually(lambda: happened == ["ended"])

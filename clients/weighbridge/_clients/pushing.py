@@ -17,7 +17,7 @@ from weighbridge._clients.calls import push_calls, version_calls
 from weighbridge._clients.calls.steps import Steps
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.copying.copies import Copies, Copying
-from weighbridge._clients.copying.delivery import Delivery, copy_out, lend, take_passing
+from weighbridge._clients.copying.delivery import Delivery, ask_memory, copy_out, take_passing
 from weighbridge._clients.holding.agreement import RankAgreement
 from weighbridge._clients.holding.policy import FREE, Hold, held
 from weighbridge._clients.push_handle import PushHandle, PushReport
@@ -405,9 +405,9 @@ class Pusher:
             begun = time.monotonic()
             if isinstance(open_source, OpenPassing):
                 passing = open_source.make(chosen)
-                lent = lend(self._connection.lane_at(stream.at), header, chosen)
+                granted = ask_memory(self._connection.lane_at(stream.at), header, chosen)
                 delivery = take_passing(
-                    lent, chosen, passing, stream.send, open_source.buffer_bytes, counts, self.staging
+                    granted, chosen, passing, stream.send, open_source.buffer_bytes, counts, self.staging
                 )
                 casts = passing.casts
             else:
@@ -419,8 +419,8 @@ class Pusher:
                 if declared.shifts:
                     source = source.shifted(dict(declared.shifts))
                 casts = source.casts
-                lent = lend(self._connection.lane_at(stream.at), header, chosen)
-                delivery = copy_out(lent, chosen, source, counts)
+                granted = ask_memory(self._connection.lane_at(stream.at), header, chosen)
+                delivery = copy_out(granted, chosen, source, counts)
             return _Taken(delivery, casts, replicas, chosen.nbytes, time.monotonic() - begun)
 
     def _go_on(
@@ -540,25 +540,25 @@ class Pusher:
     def _deliver(self, stream: RankStream, held_seconds: float, taken: _Taken, hold_seal: bool) -> PushReport:
         started, counts, delivery = time.monotonic(), stream.counts, taken.delivery
         try:
-            if delivery.lent.loan is not None:
-                counts.add(delivery.lent.loan.count())
-                delivery.lent.loan.end(complete=True)
+            if delivery.granted.loan is not None:
+                counts.add(delivery.granted.loan.count())
+                delivery.granted.loan.end(complete=True)
             if delivery.staged is not None:
-                stream.send(delivery.staged, delivery.lent.streamed)
+                stream.send(delivery.staged, delivery.granted.streamed)
             broken = counts.by_tensor
             if broken:
                 log.warning(_told(stream.header, broken))
             if not hold_seal:
                 stream.seal(taken.replicas)
-            stream.span.set_attribute("weighbridge.lane", delivery.lent.lane)
+            stream.span.set_attribute("weighbridge.lane", delivery.granted.lane)
             stream.span.set_attribute("weighbridge.held_seconds", held_seconds)
             return PushReport(
                 held_seconds=held_seconds,
                 copy_seconds=taken.seconds,
                 stream_bytes=taken.nbytes,
                 stream_seconds=time.monotonic() - started,
-                lane=delivery.lent.lane,
-                lane_reason=delivery.lent.why_not_local,
+                lane=delivery.granted.lane,
+                lane_reason=delivery.granted.why_not_local,
                 local_bytes=delivery.local_bytes,
                 cast_tensors=taken.casts[0],
                 widened_tensors=taken.casts[1],

@@ -244,7 +244,7 @@ def _pieces(source: ShardSource, sampled: Sequence[_Sampled]) -> list[pb.Sampled
             staged.release()
 
 
-class LentMemory(NamedTuple):
+class GrantedMemory(NamedTuple):
     """Shared memory that is granted for reading.
 
     Attributes:
@@ -256,7 +256,7 @@ class LentMemory(NamedTuple):
     kept: MappedMemory
 
 
-Lent: TypeAlias = LentMemory | StoredFile
+Granted: TypeAlias = GrantedMemory | StoredFile
 
 
 _LARGE_BYTES = 4 << 20
@@ -269,7 +269,7 @@ class ReadLoan:
     Args:
         layout: of the slices.
         copies: positions of the bytes of each slice.
-        lent: the memories that ``copies`` name by number.
+        granted: the memories that ``copies`` name by number.
         end: ends the loan at the service.
         arrivals: which slices may be read, of a version that is still being received; None of one that is ready.
 
@@ -281,15 +281,17 @@ class ReadLoan:
         self,
         layout: Layout,
         copies: list[ShardCopies],
-        lent: Sequence[Lent],
+        granted: Sequence[Granted],
         end: Callable[[], None],
         arrivals: ArrivalMarks | None = None,
     ) -> None:
         self.arrivals = arrivals
         self.layout = layout
         self._copies = copies
-        self._lent = lent
-        self._exported = [each.private.exported() if isinstance(each, LentMemory) else None for each in lent]
+        self._granted = granted
+        self._exported = [
+            each.private.exported() if isinstance(each, GrantedMemory) else None for each in granted
+        ]
         self._holder = _Holder()
         # not at the interpreter's exit: tensors may be in use until the process ends, and then the loan does, too
         weakref.finalize(self._holder, end).atexit = False
@@ -376,8 +378,8 @@ class ReadLoan:
 
     def _memories(self) -> Sequence[MappedMemory] | None:
         """Memories that hold the version; None if part of the version lies in files."""
-        memories = [each.kept for each in self._lent if isinstance(each, LentMemory)]
-        return memories if len(memories) == len(self._lent) else None
+        memories = [each.kept for each in self._granted if isinstance(each, GrantedMemory)]
+        return memories if len(memories) == len(self._granted) else None
 
     def _checked(self, target: tuple[int, torch.Tensor]) -> tuple[torch.Tensor, ShardCopies]:
         index, tensor = target
@@ -394,13 +396,13 @@ class ReadLoan:
         if sum(copy.nbytes for copy in copies) < placement.nbytes:
             data[:] = 0
         for copy in copies:
-            lent = self._lent[copy.file]
-            if isinstance(lent, StoredFile):
-                lent.read(copy, data, placement.shard.tensor)
+            granted = self._granted[copy.file]
+            if isinstance(granted, StoredFile):
+                granted.read(copy, data, placement.shard.tensor)
             else:
                 np.copyto(
                     view_bytes(data, copy.stream_offset, copy.extent, copy.stream_strides),
-                    view_bytes(lent.kept.bytes, copy.file_offset, copy.extent, copy.file_strides),
+                    view_bytes(granted.kept.bytes, copy.file_offset, copy.extent, copy.file_strides),
                 )
         if host is not target:
             target.copy_(host)

@@ -20,7 +20,7 @@ from weighbridge._core.slices import LayoutRequest
 from weighbridge._lane import protocol
 from weighbridge._lane.arrival_marks import ArrivalMarks
 from weighbridge._lane.connection import LaneConnection
-from weighbridge._lane.loans import Lent, LentMemory, ReadLoan, WriteLoan
+from weighbridge._lane.loans import Granted, GrantedMemory, ReadLoan, WriteLoan
 from weighbridge._lane.plans import LanePlans
 from weighbridge._lane.stored_files import StoredFile, StoredTensor
 from weighbridge._memory.mappings import MappedMemory, Use, merged
@@ -183,12 +183,12 @@ class LocalLane:
             connection.tell(pb.LaneRequest(end_read=pb.EndRead(loan=loan.loan, left_open=left_open)))
 
         try:
-            lent: list[Lent] = []
+            granted: list[Granted] = []
             sent = list(descriptors)
             for number, memory in enumerate(loan.memories):
                 each = [sent.pop(0)] if sent and memory.descriptor_sent else []
                 if not memory.keep:
-                    lent.append(_stored(each, memory.bytes, loan, number))
+                    granted.append(_stored(each, memory.bytes, loan, number))
                     continue
                 kept = held.get(memory.key)
                 if not each and kept is not None:
@@ -197,10 +197,10 @@ class LocalLane:
                 if kept is None:
                     kept = _Kept(_duplicate(each[0]), _map(each, memory, Use.READ))
                     self._keep(connection, self._kept, memory.key, kept, recalls)
-                lent.append(LentMemory(private, kept.mapping))
+                granted.append(GrantedMemory(private, kept.mapping))
             arrivals = _arrivals(sent, loan.arrivals, layout, connection) if arriving else None
             placed = self._plans.placed(loan, plan, [memory.bytes for memory in loan.memories], layout, what)
-            return ReadLoan(layout, placed.copies, lent, end, arrivals)
+            return ReadLoan(layout, placed.copies, granted, end, arrivals)
         except BaseException:
             end()
             raise

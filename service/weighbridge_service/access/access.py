@@ -113,7 +113,9 @@ class Access:
             return self._of_authorization(evidence.authorization, known)
         policy = known.policy
         if policy is None:
-            return EVERYBODY if evidence.certificate else Identity.nobody("the call shows no certificate")
+            return (
+                EVERYBODY if evidence.certificate else Identity.unidentified("the call shows no certificate")
+            )
         found = None
         if evidence.certificate:
             found = policy.of_certificate(evidence.certificate)
@@ -123,14 +125,14 @@ class Access:
         if found is not None:
             return found
         if evidence.certificate:
-            return Identity.nobody(f"the policy has no identity for {evidence.certificate[0][:100]}")
+            return Identity.unidentified(f"the policy has no identity for {evidence.certificate[0][:100]}")
         if evidence.user is not None:
-            return Identity.nobody(f"the policy does not know user {evidence.user}")
+            return Identity.unidentified(f"the policy does not know user {evidence.user}")
         if not self._certificates and _by_certificate(policy):
-            return Identity.nobody(
+            return Identity.unidentified(
                 "the call shows no token, and the service does not ask for certificates: it runs without --client-ca"
             )
-        return Identity.nobody("the call shows no token")
+        return Identity.unidentified("the call shows no token")
 
     def named(self, name: str) -> Identity | None:
         """The identity of that name in the policy; None if there is none."""
@@ -187,17 +189,17 @@ class Access:
 
     def _of_authorization(self, authorization: str, known: _Known) -> Identity:
         if authorization[: len(_BEARER)].lower() != _BEARER:
-            return Identity.nobody("what the call shows is no bearer token")
+            return Identity.unidentified("what the call shows is no bearer token")
         token = authorization[len(_BEARER) :].strip()
         if token.startswith("replica."):
             return self._of_replica(token)
         if known.policy is None:
-            return Identity.nobody("tokens are not known here")
+            return Identity.unidentified("tokens are not known here")
         found = known.policy.by_token.get(tokens.digest(token))
         if found is not None:
             return found
         if token.count(".") != 2 or not known.rings:
-            return Identity.nobody("the token is not known")
+            return Identity.unidentified("the token is not known")
         return self._of_web_token(token, known, known.policy)
 
     def _of_web_token(self, token: str, known: _Known, policy: Policy) -> Identity:
@@ -207,10 +209,10 @@ class Access:
             return before.identity
         found = issuers.claims(token, known.rings)
         if isinstance(found, str):
-            return Identity.nobody(found)
+            return Identity.unidentified(found)
         entry = policy.of_subject(found.issuer, found.subject)
         if entry is None:
-            return Identity.nobody(f"the policy has no identity for {found.subject[:100]}")
+            return Identity.unidentified(f"the policy has no identity for {found.subject[:100]}")
         proved = replace(entry, expires=found.expires)
         known.proved.put(key, _Proved(proved, found.signed))
         return proved
@@ -218,11 +220,11 @@ class Access:
     def _of_replica(self, token: str) -> Identity:
         _, until, code = (*token.split(".", 2), "", "")[:3]
         if not until.isdecimal() or len(until) > 12 or not self._replica_key:
-            return Identity.nobody("the token is not known")
+            return Identity.unidentified("the token is not known")
         # as bytes: compare_digest rejects strings that are not ASCII
         genuine = hmac.compare_digest(self._code(int(until)).encode(), code.encode())
         if not genuine or int(until) < self._clock():
-            return Identity.nobody("the token of a replica is not valid")
+            return Identity.unidentified("the token of a replica is not valid")
         return Identity(REPLICA.name, REPLICA.scopes, expires=float(until))
 
     def _code(self, until: int) -> str:

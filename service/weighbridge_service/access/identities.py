@@ -84,7 +84,7 @@ class Identity:
         return any(scope.names(verb, model, ref) for scope in self.scopes)
 
     @staticmethod
-    def nobody(problem: str) -> Identity:
+    def unidentified(problem: str) -> Identity:
         """An unrecognised caller, with the reason."""
         return Identity("", (), problem, proven=False)
 

@@ -21,7 +21,7 @@ _FOR_READERS = 2
 
 
 @dataclass(eq=False, slots=True)
-class LentImages:
+class GrantedImages:
     """Images of one lease of a reader.
 
     Attributes:
@@ -48,9 +48,9 @@ class ReaderShares:
         self._total = budget // _FOR_READERS
         self._always = 1 if spill else 0
         self._lock = threading.Lock()
-        self._lent: set[LentImages] = set()
+        self._granted: set[GrantedImages] = set()
 
-    def lend(self, reader: str, places: Iterable[Place]) -> LentImages:
+    def grant(self, reader: str, places: Iterable[Place]) -> GrantedImages:
         """Begin a lease of the images at these places. The caller ends it with `end`.
 
         Args:
@@ -62,14 +62,14 @@ class ReaderShares:
         """
         wanted = {place.key: place for place in places if place.lasting}
         with self._lock:
-            self._lent = {
-                lent
-                for lent in self._lent
-                if not lent.left_open or any(p.is_left_open() for p in lent.places)
+            self._granted = {
+                granted
+                for granted in self._granted
+                if not granted.left_open or any(p.is_left_open() for p in granted.places)
             }
-            mine = _kept(lent for lent in self._lent if lent.reader == reader)
+            mine = _kept(granted for granted in self._granted if granted.reader == reader)
             more = sum(place.nbytes for key, place in wanted.items() if key not in mine)
-            held = sum(_kept(self._lent).values())
+            held = sum(_kept(self._granted).values())
             if (
                 len(mine) > self._always
                 and more
@@ -80,28 +80,28 @@ class ReaderShares:
                     f"{readable_size(more)} more, too little of the {readable_size(self._total)} that readers may keep would be left to others",
                     fix="copy tensors that are kept, or release them; pull by gRPC; or serve with a larger --memory-budget",
                 )
-            lent = LentImages(reader, tuple(wanted.values()))
+            granted = GrantedImages(reader, tuple(wanted.values()))
             if wanted:
-                self._lent.add(lent)
-            return lent
+                self._granted.add(granted)
+            return granted
 
-    def end(self, lent: LentImages, *, left_open: bool = False) -> None:
+    def end(self, granted: GrantedImages, *, left_open: bool = False) -> None:
         """End a lease. With ``left_open``, the reader may still map the images, and they keep counting until it does not."""
         with self._lock:
-            lent.left_open = left_open
+            granted.left_open = left_open
             if not left_open:
-                self._lent.discard(lent)
+                self._granted.discard(granted)
 
     def kept(self) -> dict[str, int]:
         """Bytes by reader of images that only the reader keeps; readers that keep none are left out."""
         with self._lock:
             found = {
-                reader: sum(_kept(each for each in self._lent if each.reader == reader).values())
-                for reader in {lent.reader for lent in self._lent}
+                reader: sum(_kept(each for each in self._granted if each.reader == reader).values())
+                for reader in {granted.reader for granted in self._granted}
             }
         return {reader: nbytes for reader, nbytes in found.items() if nbytes}
 
 
-def _kept(lent: Iterable[LentImages]) -> dict[str, int]:
+def _kept(granted: Iterable[GrantedImages]) -> dict[str, int]:
     """Bytes of the images that only readers keep, by their keys; each image counts once."""
-    return {place.key: place.nbytes for each in lent for place in each.places if place.kept_by_readers()}
+    return {place.key: place.nbytes for each in granted for place in each.places if place.kept_by_readers()}

@@ -49,7 +49,7 @@ _KEPT_OPEN = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LentVersion:
+class GrantedVersion:
     """Slices of a version that another process of this machine reads in place.
 
     Attributes:
@@ -109,7 +109,7 @@ class Serving:
         with self._counting:
             self.bytes_out += nbytes
 
-    def count_lent(self, nbytes: int) -> None:
+    def count_granted(self, nbytes: int) -> None:
         """Count bytes of weights that a process of this machine reads in place."""
         with self._counting:
             self.bytes_out += nbytes
@@ -142,7 +142,7 @@ class Serving:
         opened = self._open(model_name, version)
         return self._reading(opened, layout, (offset, striping), casting, model.pull_transfer)
 
-    def lend(self, name: str, version: str, request: LayoutRequest) -> LentVersion:
+    def grant(self, name: str, version: str, request: LayoutRequest) -> GrantedVersion:
         """Open slices of a version for reads in place, by a process of this machine.
 
         Raises:
@@ -150,11 +150,11 @@ class Serving:
         """
         model_name = ModelName.parse(name)
         model, version = self._model_of(model_name, version)
-        return self._lent(model, self._open(model_name, version), request)
+        return self._granted(model, self._open(model_name, version), request)
 
-    def lend_arriving(
+    def grant_arriving(
         self, version: Version, arriving: ArrivingVersion, request: LayoutRequest
-    ) -> LentVersion:
+    ) -> GrantedVersion:
         """Open slices of a version that is still being received, for reads in place by a process of this machine.
 
         Closing the result releases the hold on the image.
@@ -163,11 +163,13 @@ class Serving:
             InvalidArgument: the slices do not fit the version.
         """
         model, image = arriving.model, arriving.image
-        return self._lent(
+        return self._granted(
             model, OpenedVersion(version, model.files, image.file_bytes, arriving.hold), request
         )
 
-    def _lent(self, model: RegisteredModel, opened: OpenedVersion, request: LayoutRequest) -> LentVersion:
+    def _granted(
+        self, model: RegisteredModel, opened: OpenedVersion, request: LayoutRequest
+    ) -> GrantedVersion:
         """Slices of an open version for reads in place. Closes the version on an error."""
         try:
             layout = model.pull_layout(request)
@@ -176,7 +178,7 @@ class Serving:
             if None in places.values():
                 raise FailedPrecondition(f"{opened.version} lies in a remote store, and not on this machine")
             here = {file: place for file, place in places.items() if place is not None}
-            return LentVersion(opened, layout, transfer, here)
+            return GrantedVersion(opened, layout, transfer, here)
         except BaseException:
             opened.close()
             raise

@@ -245,7 +245,7 @@ def _can_be_leased(fd: int, kind: int) -> bool:
 
 
 @functools.cache
-def why_not_lent() -> str:
+def why_not_granted() -> str:
     """Reason why regions cannot be shared with other processes on this machine; empty if they can.
 
     Tested once: the kernel has to report a second descriptor, for writing and for reading, and its close.

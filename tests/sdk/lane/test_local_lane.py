@@ -408,7 +408,7 @@ def test_an_image_is_not_used_again_while_a_tensor_of_it_is_there(
     eventually(lambda: service.service.images.usage().memory_in_use <= 2 * IMAGE_BYTES)
 
 
-def test_a_reader_that_is_killed_lets_go_of_what_it_was_lent(
+def test_a_reader_that_is_killed_releases_the_memory_that_it_was_granted(
     service: RunningService, trainer: TrainerClient, sources: list[TinyModel]
 ) -> None:
     trainer.push_folder(MODEL, sources[0].folder).wait(timeout=20)
@@ -632,7 +632,7 @@ def test_a_client_finds_the_socket_of_a_service_that_was_restarted(
             assert handle.report(30).lane == "local"
             handle.wait(timeout=30)
             after = dict(engine.pull(MODEL, "latest"))
-            for name, tensor in before.items():  # what was lent before stays what it was
+            for name, tensor in before.items():  # what was granted before stays what it was
                 assert tensor.numpy().tobytes() == sources[0].arrays[name].tobytes()
                 assert after[name].numpy().tobytes() == sources[1].arrays[name].tobytes()
     finally:

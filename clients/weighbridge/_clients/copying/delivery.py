@@ -18,7 +18,7 @@ from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class Granted:
     """Grant of memory to a rank for its stream.
 
     Attributes:
@@ -50,12 +50,12 @@ class Delivery:
     """Shards that have been copied out and are being delivered.
 
     Attributes:
-        lent: grant of the memory to which shards were written.
+        granted: grant of the memory to which shards were written.
         staged: copy of the shards that still go by gRPC; None if there are none.
         local_bytes: number of bytes that were written to the memory.
     """
 
-    lent: Lent
+    granted: Granted
     staged: StreamSource | None
     local_bytes: int
 
@@ -63,40 +63,40 @@ class Delivery:
         """Release all buffers and return the memory. Shards that have been delivered are not affected."""
         if self.staged is not None:
             self.staged.release()
-        self.lent.give_back()
+        self.granted.give_back()
 
 
-def lend(lane: LocalLane, header: pb.PushHeader, stream: Layout) -> Lent:
+def ask_memory(lane: LocalLane, header: pb.PushHeader, stream: Layout) -> Granted:
     """Request a grant of memory for a rank's stream, if the local lane is wanted and available."""
     everything = [(0, stream.nbytes)]
     if not lane.wanted or not stream.nbytes:
-        return Lent(None, everything)
+        return Granted(None, everything)
     try:
         loan = lane.write(header.model, header.number, header.rank, stream)
     except WeighbridgeError as error:
-        return Lent(None, everything, lane.refused(error, f"push of {header.model}@{header.number}"))
-    return Lent(loan, loan.streamed)
+        return Granted(None, everything, lane.refused(error, f"push of {header.model}@{header.number}"))
+    return Granted(loan, loan.streamed)
 
 
-def copy_out(lent: Lent, stream: Layout, source: ShardSource, counts: PushCounts) -> Delivery:
+def copy_out(granted: Granted, stream: Layout, source: ShardSource, counts: PushCounts) -> Delivery:
     """Copy shards out of the trainer's tensors: into the granted memory where possible, into a buffer otherwise."""
     staged: StreamSource | None = None
     try:
-        if lent.loan is None or lent.streamed:
-            staged = source.stage(lent.streamed)
-        if lent.loan is not None:
-            counts.add(lent.loan.fill(source, stream.nbytes))
+        if granted.loan is None or granted.streamed:
+            staged = source.stage(granted.streamed)
+        if granted.loan is not None:
+            counts.add(granted.loan.fill(source, stream.nbytes))
     except BaseException:
-        Delivery(lent, staged, 0).release()
+        Delivery(granted, staged, 0).release()
         raise
     finally:
         if staged is not source:
             source.release()
-    return Delivery(lent, staged, _local_bytes(lent, stream))
+    return Delivery(granted, staged, _local_bytes(granted, stream))
 
 
 def take_passing(
-    lent: Lent,
+    granted: Granted,
     stream: Layout,
     passing: GatheredShards,
     send: Send,
@@ -107,7 +107,7 @@ def take_passing(
     """Copy shards out as a generator yields them. When this returns, the shards that go by gRPC have arrived.
 
     Args:
-        lent: grant of memory for the shards.
+        granted: grant of memory for the shards.
         stream: layout of the shards.
         passing: the shards.
         send: sends a part of the stream.
@@ -117,8 +117,8 @@ def take_passing(
     """
     try:
         with contextlib.ExitStack() as stack:
-            chunks = stack.enter_context(PassingChunks(stream, lent.streamed, staging, buffer_bytes, send))
-            fill = None if lent.loan is None else stack.enter_context(lent.loan.passing(stream, counts))
+            chunks = stack.enter_context(PassingChunks(stream, granted.streamed, staging, buffer_bytes, send))
+            fill = None if granted.loan is None else stack.enter_context(granted.loan.passing(stream, counts))
             for part in passing.parts():
                 chunks.take(part)
                 if fill is not None:
@@ -126,10 +126,10 @@ def take_passing(
                 del part  # frees its tensors before the next ones are gathered
             chunks.finish()
     except BaseException:
-        lent.give_back()
+        granted.give_back()
         raise
-    return Delivery(lent, None, _local_bytes(lent, stream))
+    return Delivery(granted, None, _local_bytes(granted, stream))
 
 
-def _local_bytes(lent: Lent, stream: Layout) -> int:
-    return stream.nbytes - sum(stop - start for start, stop in lent.streamed)
+def _local_bytes(granted: Granted, stream: Layout) -> int:
+    return stream.nbytes - sum(stop - start for start, stop in granted.streamed)

@@ -21,16 +21,16 @@ from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeE
 from weighbridge.v1 import local_lane_pb2 as pb
 from weighbridge_service.access.identities import Evidence
 from weighbridge_service.access.peer import LOCAL, Peer, authorize
-from weighbridge_service.admission.reader_shares import LentImages
+from weighbridge_service.admission.reader_shares import GrantedImages
 from weighbridge_service.api.lane.peer_process import PeerProcess
 from weighbridge_service.api.lane.plans import fill_plan
 from weighbridge_service.catalog.head_versions import number_in
 from weighbridge_service.core import Core
-from weighbridge_service.pull.serving import LentVersion
+from weighbridge_service.pull.serving import GrantedVersion
 from weighbridge_service.push.filling.image_writer import MemoryGrant
 from weighbridge_storage.memory.file_bytes import Place
 from weighbridge_storage.memory.images import Image
-from weighbridge_storage.memory.regions import Region, why_not_lent
+from weighbridge_storage.memory.regions import Region, why_not_granted
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +88,8 @@ class LaneSession:
         self._sending = threading.Lock()
         self._closed = threading.Event()
         self._recalls: deque[str] = deque()  # keys of memory that the client must still be asked to release
-        self._loans: dict[int, MemoryGrant | LentVersion] = {}
-        self._images: dict[LentVersion, LentImages] = {}
+        self._loans: dict[int, MemoryGrant | GrantedVersion] = {}
+        self._images: dict[GrantedVersion, GrantedImages] = {}
         self._next_loan = 1
         self._writable: set[str] = set()  # keys of regions that the client may keep mapped for writing
         self._readable: set[str] = set()  # keys of memory that it may keep mapped for reading
@@ -224,7 +224,7 @@ class LaneSession:
         grant = self._service.intake.grant_image(asked.model, asked.number, asked.rank, self.client_id)
         with self._undone_on_error(grant) as number:
             reply.loan = number
-            self._lend_writable(grant.image, asked.held, reply, attach)
+            self._grant_writable(grant.image, asked.held, reply, attach)
             stream, parts = grant.prepared.streams[asked.rank], grant.prepared.grantable[asked.rank]
             fill_plan(reply, asked.plan_id, grant.prepared.transfer, stream, str(asked.rank), parts)
 
@@ -241,7 +241,9 @@ class LaneSession:
         sample = [(piece.start, piece.end, piece.checksum) for piece in asked.sample]
         self._service.intake.end_grant(loan, complete=asked.complete, sample=sample)
 
-    def _lend_writable(self, image: Image, held: Iterable[str], reply: pb.WriteLoan, attach: _Attach) -> None:
+    def _grant_writable(
+        self, image: Image, held: Iterable[str], reply: pb.WriteLoan, attach: _Attach
+    ) -> None:
         region = image.region
         if not region.in_memory:
             raise FailedPrecondition(
@@ -269,42 +271,44 @@ class LaneSession:
             raise InvalidArgument("a version that is being received is read by its number")
         request = wire.request_from_proto(asked.layout)  # first: an error must not leave a hold on the image
         version, arriving = self._service.intake.arriving(asked.model, number)
-        lent = self._service.serving.lend_arriving(version, arriving, request)
-        with self._lending(lent, asked, reply, attach):
+        granted = self._service.serving.grant_arriving(version, arriving, request)
+        with self._granting(granted, asked, reply, attach):
             memory = arriving.arrivals.region
             reply.arrivals.memory.key, reply.arrivals.memory.bytes = memory.key, memory.capacity
             attach(reply.arrivals.memory, lambda: memory.reopen(writable=False))
-            reply.arrivals.marks.extend(arriving.arrivals.marks_of(lent.layout))
-            reply.arrivals.layout_digest = lent.layout.digest
+            reply.arrivals.marks.extend(arriving.arrivals.marks_of(granted.layout))
+            reply.arrivals.layout_digest = granted.layout.digest
             reply.arrivals.tensors_digest = arriving.model.tensors_digest
-            self._service.serving.count_lent(lent.layout.nbytes)
+            self._service.serving.count_granted(granted.layout.nbytes)
 
     def _begin_read(self, asked: pb.BeginRead, reply: pb.ReadLoan, attach: _Attach) -> None:
-        lent = self._service.serving.lend(asked.model, asked.version, wire.request_from_proto(asked.layout))
-        with self._lending(lent, asked, reply, attach):
-            self._service.serving.count_lent(lent.layout.nbytes)
+        granted = self._service.serving.grant(
+            asked.model, asked.version, wire.request_from_proto(asked.layout)
+        )
+        with self._granting(granted, asked, reply, attach):
+            self._service.serving.count_granted(granted.layout.nbytes)
 
     @contextmanager
-    def _lending(
-        self, lent: LentVersion, asked: pb.BeginRead, reply: pb.ReadLoan, attach: _Attach
+    def _granting(
+        self, granted: GrantedVersion, asked: pb.BeginRead, reply: pb.ReadLoan, attach: _Attach
     ) -> Iterator[None]:
         """Grant slices in place for reading. Closes them if this, or the block, fails."""
         try:
-            images = self._service.reader_shares.lend(self._reader, lent.places.values())
+            images = self._service.reader_shares.grant(self._reader, granted.places.values())
         except BaseException:
-            lent.opened.close()
+            granted.opened.close()
             raise
         with self._lock:
-            self._images[lent] = images
-        with self._undone_on_error(lent) as number:
+            self._images[granted] = images
+        with self._undone_on_error(granted) as number:
             reply.loan = number
-            reply.version.CopyFrom(wire.version_to_proto(lent.opened.version))
-            whole = RangeSet([(0, lent.layout.nbytes)])
-            fill_plan(reply, asked.plan_id, lent.transfer, lent.layout, STREAM, whole)
-            self._lend_readable(lent.places, asked.held, reply, attach)
+            reply.version.CopyFrom(wire.version_to_proto(granted.opened.version))
+            whole = RangeSet([(0, granted.layout.nbytes)])
+            fill_plan(reply, asked.plan_id, granted.transfer, granted.layout, STREAM, whole)
+            self._grant_readable(granted.places, asked.held, reply, attach)
             yield
 
-    def _lend_readable(
+    def _grant_readable(
         self, places: Mapping[str, Place], held: Iterable[str], reply: pb.ReadLoan, attach: _Attach
     ) -> None:
         if any(place.lasting for place in places.values()):
@@ -330,13 +334,13 @@ class LaneSession:
     def _end_read(self, asked: pb.EndRead) -> None:
         with self._lock:
             loan = self._loans.get(asked.loan)
-            if not isinstance(loan, LentVersion):
+            if not isinstance(loan, GrantedVersion):
                 raise InvalidArgument(f"there is no loan {asked.loan} to end")
             del self._loans[asked.loan]
         self._end_reading(loan, left_open=asked.left_open)
 
     @contextmanager
-    def _undone_on_error(self, loan: MemoryGrant | LentVersion) -> Iterator[int]:
+    def _undone_on_error(self, loan: MemoryGrant | GrantedVersion) -> Iterator[int]:
         """Record a loan, and yield its number. Ends the loan if the block raises."""
         with self._lock:
             number = self._next_loan
@@ -356,13 +360,13 @@ class LaneSession:
             self._end(loan)
             raise
 
-    def _end(self, loan: MemoryGrant | LentVersion) -> None:
+    def _end(self, loan: MemoryGrant | GrantedVersion) -> None:
         if isinstance(loan, MemoryGrant):
             self._service.intake.end_grant(loan, complete=False)
         else:
             self._end_reading(loan, left_open=False)
 
-    def _end_reading(self, loan: LentVersion, *, left_open: bool) -> None:
+    def _end_reading(self, loan: GrantedVersion, *, left_open: bool) -> None:
         if left_open:
             loan.leave_open()
         loan.opened.close()
@@ -384,7 +388,7 @@ class LaneSession:
         for loan in loans:
             try:
                 # the client's process may still run, and read the memory or write to it
-                if isinstance(loan, LentVersion):
+                if isinstance(loan, GrantedVersion):
                     self._end_reading(loan, left_open=True)
                 else:
                     loan.image.region.doubt(self._process.ended)
@@ -402,7 +406,7 @@ _Attach = Callable[[pb.SharedMemory, Callable[[], int]], None]
 
 
 def _check_lendable() -> None:
-    why = why_not_lent()
+    why = why_not_granted()
     if why:
         raise FailedPrecondition(why)
 

@@ -327,7 +327,7 @@ def test_an_error_that_nobody_has_thought_of_is_told_to_one_request_and_ends_not
         raise ZeroDivisionError
 
     connection = connected(service.address)
-    monkeypatch.setattr(service.service.serving, "lend", broken)
+    monkeypatch.setattr(service.service.serving, "grant", broken)
     with pytest.raises(WeighbridgeError, match="ZeroDivisionError"):
         connection.ask(begin_read())
     assert not connection.ended
@@ -558,12 +558,12 @@ def test_a_service_stops_although_a_client_is_being_served_for_ever(
 ) -> None:
     stuck, go_on, went_on = threading.Event(), threading.Event(), threading.Event()
 
-    def lend(*_arguments: object) -> None:
+    def grant(*_arguments: object) -> None:
         stuck.set()
         go_on.wait(60)
         went_on.set()
 
-    monkeypatch.setattr(service.service.serving, "lend", lend)
+    monkeypatch.setattr(service.service.serving, "grant", grant)
     lane = LaneServer(service.service, str(tmp_path / "second.sock"), 1024, stop_seconds=0.2)
     with RawLane(lane.path) as client:
         client.ask(pb.LaneRequest(hello=pb.LaneHello(client_id="me")))

@@ -1,4 +1,4 @@
-"""To whom is memory lent for writing, and how do the others push?"""
+"""To whom is memory granted for writing, and how do the others push?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.services import RunningService, running_service
 from weighbridge import EngineClient, TrainerClient
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge_service.api.lane.trust import Writers
-from weighbridge_storage.memory.regions import Region, why_not_lent
+from weighbridge_storage.memory.regions import Region, why_not_granted
 
 MODEL = "acme/tiny"
 FOREIGN = 12_345
@@ -63,9 +63,9 @@ def source(folder: Path) -> TinyModel:
 
 
 @pytest.fixture
-def lent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys of regions that were lent for writing."""
-    assert not why_not_lent()  # which tries it out once
+def granted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys of regions that were granted for writing."""
+    assert not why_not_granted()  # which tries it out once
     found: list[str] = []
     reopen = Region.reopen
 
@@ -97,7 +97,7 @@ def push_as(uid: int, service: RunningService, source: TinyModel, lane: str = "a
 
 @needs_root
 def test_a_push_of_another_user_shares_no_memory_with_the_version_and_says_why(
-    folder: Path, source: TinyModel, lent: list[str]
+    folder: Path, source: TinyModel, granted: list[str]
 ) -> None:
     service = serve(folder)
     try:
@@ -106,32 +106,32 @@ def test_a_push_of_another_user_shares_no_memory_with_the_version_and_says_why(
         lane, reason, pulled_by, count = push_as(FOREIGN, service, source)
         assert (lane, pulled_by, count) == ("grpc", "local", len(source.arrays))
         assert f"user {FOREIGN}" in str(reason)
-        assert not lent
+        assert not granted
         with EngineClient(service.address, lane="grpc") as engine:
             pulled = {name: tensor.numpy() for name, tensor in engine.pull(MODEL, "live")}
         assert all(np.array_equal(pulled[name], each) for name, each in source.arrays.items())
         with pytest.raises(AssertionError, match=f"--lane-trust-uid {FOREIGN}"):
             push_as(FOREIGN, service, source, lane="local")
-        assert not lent
+        assert not granted
     finally:
         service.stop()
 
 
 @needs_root
 def test_a_user_that_is_trusted_writes_to_the_memory(
-    folder: Path, source: TinyModel, lent: list[str]
+    folder: Path, source: TinyModel, granted: list[str]
 ) -> None:
     service = serve(folder, FOREIGN)
     try:
         with TrainerClient(service.address) as trainer:
             trainer.register_files(MODEL, source.files)
         assert push_as(FOREIGN, service, source)[:2] == ["local", ""]
-        assert lent
+        assert granted
     finally:
         service.stop()
 
 
-def test_the_services_own_user_needs_no_setting(folder: Path, source: TinyModel, lent: list[str]) -> None:
+def test_the_services_own_user_needs_no_setting(folder: Path, source: TinyModel, granted: list[str]) -> None:
     with (
         running_service(folder / "store", local_socket=str(folder / "lane.sock")) as service,
         TrainerClient(service.address, lane="local") as trainer,
@@ -140,7 +140,7 @@ def test_the_services_own_user_needs_no_setting(folder: Path, source: TinyModel,
         handle = trainer.push_folder(MODEL, source.folder, step=1)
         handle.wait(timeout=60)
         assert handle.report().lane == "local"
-        assert lent
+        assert granted
 
 
 def test_users_are_told_apart() -> None:
