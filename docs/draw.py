@@ -32,7 +32,7 @@ def drawn(text: str) -> str:
 
 
 def _folders(graph: grimp.ImportGraph, package: str) -> Graph:
-    """Which folders and modules of a package import which others."""
+    """Imports between the folders and modules of a package."""
     names = {name for name in graph.find_children(package) if name not in _LEFT_OUT}
     return {
         name: {

@@ -104,7 +104,7 @@ def _schema(name: str, schema: Described) -> Iterator[str]:
 
 
 def _told(said: Described) -> str:
-    """What is said of a parameter or a field, with its default."""
+    """Description of a parameter or a field, with its default."""
     default = said.get("schema", said).get("default")
     told = said.get("description", "")
     return f"{told} Default: `{default}`." if default not in (None, "") else told

@@ -20,7 +20,7 @@ _ELSEWHERE = {
 }
 """Pages that are not in docs/."""
 _MEANT = {"protos/weighbridge/v1": "reference/grpc.md"}
-"""What has no page of its own, and the page that says it."""
+"""Subjects without a page of their own, each with the page that covers it."""
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^]]*)\]\((?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
 _IMAGE = re.compile(r"!\[[^]]*\]\((?P<target>[^)\s#:]+)\)")
 _FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)

@@ -43,7 +43,7 @@ _ENDS = {
 
 
 def peers(recorded: Recorded) -> Chart:
-    """What pushes, pulls and other tools take on one task."""
+    """Seconds of pushes, pulls and other tools on one task."""
     (comparison,) = recorded["comparisons"]
     groups = {
         heading: tuple(
@@ -63,7 +63,7 @@ def peers(recorded: Recorded) -> Chart:
 
 
 def gpu(recorded: Recorded) -> Chart:
-    """What pushes and pulls of tensors on a GPU take, next to the GPU's own copies."""
+    """Seconds of pushes and pulls of tensors on a GPU, next to the GPU's own copies."""
     groups = {}
     for case in recorded["cases"]:
         seconds = case["seconds"]
@@ -83,7 +83,7 @@ def gpu(recorded: Recorded) -> Chart:
 
 
 def vllm_updates(recorded: Recorded) -> Chart:
-    """What an update of a vLLM model takes, by its own loader on whole tensors and by what was recorded of it."""
+    """Seconds of an update of a vLLM model, by its own loader on whole tensors and by what was recorded of it."""
     lanes = {"local": "shared memory", "grpc": "gRPC"}
     cases = [case for case in recorded["cases"] if case["vllm"].endswith("weights as loaded")]
     groups = {}

@@ -39,7 +39,7 @@ def _public(*names: str) -> tuple[str, ...]:
 
 
 def _of(*modules: str) -> tuple[str, ...]:
-    """What modules of the SDK offer at its top, in the order of its names in each."""
+    """Public names of the SDK by module, in the order of its names in each."""
     return _public(
         *(name for module in modules for name, of in weighbridge._MODULE_OF.items() if of == module)
     )
@@ -63,7 +63,7 @@ PAGES: Mapping[str, Page] = {
         "Values",
         "What clients take and give: frozen dataclasses.",
         {
-            "Models, versions, refs, and what is said of them": _of("_core.resources", "_core.metadata"),
+            "Models, versions, refs, and facts about them": _of("_core.resources", "_core.metadata"),
             "Layouts": _of("_core.boxes", "_core.dtypes", "_core.layouts", "_core.tensor_spaces", "_core.megatron_rank"),
             "What a pull asks for": _of("_core.slices"),
             "Sources of a push": _of("_formats.push_sources"),

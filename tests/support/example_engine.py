@@ -48,7 +48,7 @@ class Llama(torch.nn.Module):
 
 
 class LlamaEngine(EngineModel):
-    """What the contract cannot know of this engine."""
+    """Facts about this engine that the contract cannot know."""
 
     @property
     def ranks(self):

@@ -97,7 +97,7 @@ class TrainedAdapter:
     Attributes:
         config_json: content of its ``adapter_config.json``.
         state: its tensors, by the names that peft's own file has; DTensors, and parameters that ZeRO-3 has partitioned, as they are.
-        forms: how its tensors are read; the same object for later pushes of an adapter that is made alike.
+        forms: forms of its tensors; the same object in later pushes, while the adapter's names are kept.
     """
 
     config_json: bytes = field(repr=False)
@@ -106,10 +106,10 @@ class TrainedAdapter:
 
 
 class TrainedAdapters:
-    """Adapters of models in training.
+    """Reader of adapters of models in training.
 
-    peft names the tensors of an adapter. That takes it longer than the rest of a push, and may ask the Hub, so its names are kept for as long as
-    the model lives, and used while names, shapes and dtypes of the model's tensors and the adapter's config stay the same.
+    Naming an adapter's tensors takes peft longer than the rest of a push takes, and may ask the Hub. So the reader keeps peft's names as long as
+    the model lives, and uses them while the adapter's config and the names, shapes and dtypes of the model's tensors stay the same.
     """
 
     def __init__(self) -> None:
@@ -160,9 +160,8 @@ class TrainedAdapters:
         )
         forms = adapter_forms(found)
         places = {id(value): place for place, value in state.items()}
-        if all(
-            id(value) in places for value in found.values()
-        ):  # and no copies, as of what transformers shards
+        # peft copies what transformers has sharded: such an adapter is named in each push
+        if all(id(value) in places for value in found.values()):
             own = {name: places[id(value)] for name, value in found.items()}
             named[adapter_name, save_embedding_layers] = _Named(made, own, forms)
         return TrainedAdapter(config_json, found, forms)
@@ -170,7 +169,7 @@ class TrainedAdapters:
 
 @dataclass(frozen=True)
 class _Named:
-    """Where the tensors of an adapter lie in the state of its model, by peft's names, for models that are made alike."""
+    """Places of an adapter's tensors in the state of its model, by peft's names."""
 
     made: tuple[bytes, list[tuple[str, Any, Any]]]
     places: Mapping[str, str]

@@ -24,7 +24,7 @@ class Granted:
     Attributes:
         loan: the memory; None if there is none.
         streamed: parts of the stream that go by gRPC.
-        why_not_local: reason why the whole stream goes by gRPC, if the local lane was wanted.
+        why_not_local: reason why the whole stream uses gRPC, if the local lane was wanted.
     """
 
     loan: WriteLoan | None
