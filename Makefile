@@ -408,13 +408,15 @@ lint: $(STAMP) protos-check ## check style, types and the contract
 	@$(BIN)/ruff format --check .
 	@echo "== mypy --strict"
 	@$(BIN)/mypy
+	@echo "== words"
+	@$(BIN)/python -m docs.words
 	@echo "== import-linter"
 	@$(BIN)/lint-imports --no-logo
 	@echo "== buf lint"
 	@cd protos && ../$(BIN)/buf lint
 	@echo "== buf breaking"
 	@cd protos && ../$(BIN)/buf breaking --against baseline.binpb \
-		|| { echo "Whoever uses the contract as it was would break. If that is intended, accept it: make protos-baseline" >&2; exit 1; }
+		|| { echo "Users of the contract as it was would break. If that is intended, accept it: make protos-baseline" >&2; exit 1; }
 
 docs: $(DOCS_STAMP) pictures ## make the documentation's site in build/site; fails on any warning
 	@$(BIN)/python -m docs.website $(ARGS)
