@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import subprocess
 import sys
 import textwrap
@@ -165,7 +166,7 @@ def _method(key: str, operation: Operation[Any], mark: str) -> Iterator[str]:
     gives = f"list[{gives}]" if operation.order else gives
     names = [each.name for each in operation.offers]
     yield f"    {mark}def {operation.call}(self{_parameters(operation)}) -> {gives}:"
-    yield from textwrap.indent(_docstring(operation), " " * 8).splitlines()
+    yield from textwrap.indent(_docstring(operation, mark), " " * 8).splitlines()
     said = {name: name for name in names}
     if "number" in names:
         yield "        meant = Reference.of(model, version)"
@@ -201,7 +202,7 @@ def _kind(parameter: Parameter) -> str:
     return kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__origin__") else str(kind)
 
 
-def _docstring(operation: Operation[Any]) -> str:
+def _docstring(operation: Operation[Any], mark: str) -> str:
     parts = [operation.text, *([operation.more] if operation.more else [])]
     if operation.offers:
         names = dict.fromkeys(_VERSIONS, "version")
@@ -211,11 +212,21 @@ def _docstring(operation: Operation[Any]) -> str:
         parts.append("\n".join(["Args:", *lines]))
     if operation.raises:
         parts.append("Raises:\n" + "\n".join(f"    {error}: {when}." for error, when in operation.raises))
+    if operation.example:
+        lines = [f"    {_asked(line) if mark else line}" for line in operation.example]
+        parts.append("\n".join(["Examples:", *lines]))
     text = "\n\n".join(_filled(part) for part in parts)
     return f'"""{text}"""' if len(parts) == 1 else f'"""{text}\n"""'
 
 
+def _asked(line: str) -> str:
+    """A line of an example, in which calls of the client are awaited."""
+    return re.sub(r"\bclient\.\w+\(", r"await \g<0>", line)
+
+
 def _filled(part: str) -> str:
+    if part.startswith("Examples:"):
+        return part
     if part.startswith(("Args:", "Raises:")):
         lines = part.splitlines()
         wrapped = (textwrap.fill(line, WIDTH - 8, subsequent_indent=" " * 8) for line in lines[1:])

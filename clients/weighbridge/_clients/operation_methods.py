@@ -26,7 +26,12 @@ class OperationMethods:
     _connection: Connection
 
     def models(self) -> list[Model]:
-        """Models by name."""
+        """Models by name.
+
+        Examples:
+            >>> [model.name for model in client.models()]
+            ['acme/smol']
+        """
         return self._connection.run(ask_all(table.LIST_MODELS))
 
     def set_ref(self, model: str, ref: str, version: str | int | None = None) -> Version:
@@ -40,6 +45,14 @@ class OperationMethods:
         Raises:
             PermissionDenied: the tag is protected, and no scope of this client's names it.
             FailedPrecondition: its change takes approvals, and nothing was asked for: see `request_ref`.
+
+        Examples:
+            >>> version = client.set_ref("acme/smol", "prod", 1)
+            >>> print(version)
+            acme/smol@1 (durable, step 100)
+            >>> refs = client.refs("acme/smol")
+            >>> refs["prod"]
+            1
         """
         meant = Reference.of(model, version, "latest")
         return (
@@ -54,6 +67,13 @@ class OperationMethods:
         Args:
             model: ``namespace/name``.
             ref: the ref.
+
+        Examples:
+            >>> version = client.set_ref("acme/smol@1", "prod")
+            >>> client.delete_ref("acme/smol", "prod")
+            >>> refs = client.refs("acme/smol")
+            >>> sorted(refs)
+            ['latest', 'live']
         """
         self._connection.run(ask(table.DELETE_REF, model=model, ref=ref))
 
@@ -113,6 +133,11 @@ class OperationMethods:
 
         Raises:
             NotFound: no such model or version.
+
+        Examples:
+            >>> verification = client.verify("acme/smol", "latest")
+            >>> verification.tensors_checked, verification.problems
+            (24, ())
         """
         meant = Reference.of(model, version, "latest")
         return self._connection.run(ask(table.VERIFY_VERSION, model=meant.model, version=meant.version))
@@ -139,6 +164,11 @@ class OperationMethods:
 
         Raises:
             NotFound: the model is not registered.
+
+        Examples:
+            >>> retention = client.set_retention("acme/smol", Retention(keep_last=10, keep_every_steps=1000))
+            >>> retention.text
+            'the last 10, one of every 1000 steps, what refs name or engines serve'
         """
         return self._connection.run(ask(table.SET_RETENTION, model=model, retention=retention))
 
@@ -162,6 +192,11 @@ class OperationMethods:
 
         Raises:
             NotFound: the model is not registered.
+
+        Examples:
+            >>> gate = client.set_gate("acme/smol", Gate(approval_required=True))
+            >>> gate.text
+            'every version, as a candidate and versions with NaN or infinite elements'
         """
         return self._connection.run(ask(table.SET_GATE, model=model, gate=gate))
 
@@ -179,6 +214,12 @@ class OperationMethods:
             NotFound: no such model or version.
             FailedPrecondition: a ref names it, as ``latest`` does the newest one, it is not durable yet, or adapters are on it (names
                 them).
+
+        Examples:
+            >>> newer = trainer.push_state_dict("acme/smol", model, step=200).wait()
+            >>> version = client.delete_version("acme/smol", 1)
+            >>> print(version)
+            acme/smol@1 (retired, step 100)
         """
         meant = Reference.of(model, version)
         return self._connection.run(
@@ -194,6 +235,13 @@ class OperationMethods:
 
         Raises:
             NotFound: the model is not registered.
+
+        Examples:
+            >>> newer = trainer.push_state_dict("acme/smol", model, step=200).wait()
+            >>> retention = client.set_retention("acme/smol", Retention(keep_last=1))
+            >>> collection = client.collect("acme/smol", dry_run=True)
+            >>> [kept.number for kept in collection.kept]
+            [2]
         """
         return self._connection.run(ask(table.COLLECT_VERSIONS, model=model, dry_run=dry_run))
 

@@ -26,7 +26,12 @@ class AsyncOperationMethods:
     _connection: AsyncConnection
 
     async def models(self) -> list[Model]:
-        """Models by name."""
+        """Models by name.
+
+        Examples:
+            >>> [model.name for model in await client.models()]
+            ['acme/smol']
+        """
         return await self._connection.run(ask_all(table.LIST_MODELS))
 
     async def set_ref(self, model: str, ref: str, version: str | int | None = None) -> Version:
@@ -40,6 +45,14 @@ class AsyncOperationMethods:
         Raises:
             PermissionDenied: the tag is protected, and no scope of this client's names it.
             FailedPrecondition: its change takes approvals, and nothing was asked for: see `request_ref`.
+
+        Examples:
+            >>> version = await client.set_ref("acme/smol", "prod", 1)
+            >>> print(version)
+            acme/smol@1 (durable, step 100)
+            >>> refs = await client.refs("acme/smol")
+            >>> refs["prod"]
+            1
         """
         meant = Reference.of(model, version, "latest")
         return (
@@ -54,6 +67,13 @@ class AsyncOperationMethods:
         Args:
             model: ``namespace/name``.
             ref: the ref.
+
+        Examples:
+            >>> version = await client.set_ref("acme/smol@1", "prod")
+            >>> await client.delete_ref("acme/smol", "prod")
+            >>> refs = await client.refs("acme/smol")
+            >>> sorted(refs)
+            ['latest', 'live']
         """
         await self._connection.run(ask(table.DELETE_REF, model=model, ref=ref))
 
@@ -117,6 +137,11 @@ class AsyncOperationMethods:
 
         Raises:
             NotFound: no such model or version.
+
+        Examples:
+            >>> verification = await client.verify("acme/smol", "latest")
+            >>> verification.tensors_checked, verification.problems
+            (24, ())
         """
         meant = Reference.of(model, version, "latest")
         return await self._connection.run(ask(table.VERIFY_VERSION, model=meant.model, version=meant.version))
@@ -143,6 +168,11 @@ class AsyncOperationMethods:
 
         Raises:
             NotFound: the model is not registered.
+
+        Examples:
+            >>> retention = await client.set_retention("acme/smol", Retention(keep_last=10, keep_every_steps=1000))
+            >>> retention.text
+            'the last 10, one of every 1000 steps, what refs name or engines serve'
         """
         return await self._connection.run(ask(table.SET_RETENTION, model=model, retention=retention))
 
@@ -166,6 +196,11 @@ class AsyncOperationMethods:
 
         Raises:
             NotFound: the model is not registered.
+
+        Examples:
+            >>> gate = await client.set_gate("acme/smol", Gate(approval_required=True))
+            >>> gate.text
+            'every version, as a candidate and versions with NaN or infinite elements'
         """
         return await self._connection.run(ask(table.SET_GATE, model=model, gate=gate))
 
@@ -185,6 +220,12 @@ class AsyncOperationMethods:
             NotFound: no such model or version.
             FailedPrecondition: a ref names it, as ``latest`` does the newest one, it is not durable yet, or adapters are on it (names
                 them).
+
+        Examples:
+            >>> newer = trainer.push_state_dict("acme/smol", model, step=200).wait()
+            >>> version = await client.delete_version("acme/smol", 1)
+            >>> print(version)
+            acme/smol@1 (retired, step 100)
         """
         meant = Reference.of(model, version)
         return await self._connection.run(
@@ -200,6 +241,13 @@ class AsyncOperationMethods:
 
         Raises:
             NotFound: the model is not registered.
+
+        Examples:
+            >>> newer = trainer.push_state_dict("acme/smol", model, step=200).wait()
+            >>> retention = await client.set_retention("acme/smol", Retention(keep_last=1))
+            >>> collection = await client.collect("acme/smol", dry_run=True)
+            >>> [kept.number for kept in collection.kept]
+            [2]
         """
         return await self._connection.run(ask(table.COLLECT_VERSIONS, model=model, dry_run=dry_run))
 

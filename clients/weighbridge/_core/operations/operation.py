@@ -127,6 +127,7 @@ class Operation(Entry, Generic[Answer]):
         text: description, for the documentation of clients and of HTTP.
         more: further description for clients.
         raises: errors that clients document, each with its cause.
+        example: lines of a doctest for clients, in which ``client`` is one. In the asyncio client's docstrings its calls are awaited.
     """
 
     gives: type[Answer]
@@ -141,6 +142,7 @@ class Operation(Entry, Generic[Answer]):
     text: str = field(kw_only=True)
     more: str = field(default="", kw_only=True)
     raises: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+    example: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def shown(self) -> Any:

@@ -78,6 +78,10 @@ LIST_MODELS = Operation(
     tag="models",
     call="models",
     text="Models by name.",
+    example=(
+        ">>> [model.name for model in client.models()]",
+        "['acme/smol']",
+    ),
 )
 GET_MODEL_FILES = Entry("ModelService.GetModelFiles", Verb.LOOK, Of.VERSION)
 GET_VERSION = Entry(
@@ -116,6 +120,14 @@ SET_REF = Operation(
         ("PermissionDenied", "the tag is protected, and no scope of this client's names it"),
         ("FailedPrecondition", "its change takes approvals, and nothing was asked for: see `request_ref`"),
     ),
+    example=(
+        '>>> version = client.set_ref("acme/smol", "prod", 1)',
+        ">>> print(version)",
+        "acme/smol@1 (durable, step 100)",
+        '>>> refs = client.refs("acme/smol")',
+        '>>> refs["prod"]',
+        "1",
+    ),
 )
 DELETE_REF = Operation(
     "ModelService.DeleteRef",
@@ -130,6 +142,13 @@ DELETE_REF = Operation(
     call="delete_ref",
     text="Take a tag away. One whose change takes approvals is refused: a request asks for it.",
     more="Raises NotFound, and as `set_ref`.",
+    example=(
+        '>>> version = client.set_ref("acme/smol@1", "prod")',
+        '>>> client.delete_ref("acme/smol", "prod")',
+        '>>> refs = client.refs("acme/smol")',
+        ">>> sorted(refs)",
+        "['latest', 'live']",
+    ),
 )
 APPROVE_REF = Operation(
     "ModelService.ApproveRef",
@@ -213,6 +232,11 @@ VERIFY_VERSION = Operation(
     text="Compare a version's files in the object store with the digests in its manifest.",
     raises=(_NO_VERSION,),
     seconds=LONG_SECONDS,
+    example=(
+        '>>> verification = client.verify("acme/smol", "latest")',
+        ">>> verification.tensors_checked, verification.problems",
+        "(24, ())",
+    ),
 )
 READ_MANIFEST = Entry("ModelService.ReadManifest", Verb.LOOK, Of.NUMBER)
 GET_SIGNATURES = Entry(
@@ -254,6 +278,11 @@ SET_RETENTION = Operation(
     text="Say which versions of a model are kept. The others go with the next collection.",
     more="They can be read for a grace time after that. ``Retention()`` keeps everything.",
     raises=(_UNREGISTERED,),
+    example=(
+        '>>> retention = client.set_retention("acme/smol", Retention(keep_last=10, keep_every_steps=1000))',
+        ">>> retention.text",
+        "'the last 10, one of every 1000 steps, what refs name or engines serve'",
+    ),
 )
 GET_GATE = Operation(
     "ModelService.GetGate",
@@ -280,6 +309,11 @@ SET_GATE = Operation(
     call="set_gate",
     text="Say which versions of a model are held, of those that are opened from now on.",
     raises=(_UNREGISTERED,),
+    example=(
+        '>>> gate = client.set_gate("acme/smol", Gate(approval_required=True))',
+        ">>> gate.text",
+        "'every version, as a candidate and versions with NaN or infinite elements'",
+    ),
 )
 APPROVE_VERSION = Operation(
     "ModelService.ApproveVersion",
@@ -313,6 +347,12 @@ DELETE_VERSION = Operation(
         ),
     ),
     seconds=LONG_SECONDS,
+    example=(
+        '>>> newer = trainer.push_state_dict("acme/smol", model, step=200).wait()',
+        '>>> version = client.delete_version("acme/smol", 1)',
+        ">>> print(version)",
+        "acme/smol@1 (retired, step 100)",
+    ),
 )
 DELETE_MODEL = Entry(
     "ModelService.DeleteModel",
@@ -333,6 +373,13 @@ COLLECT_VERSIONS = Operation(
     text="Delete what need not be kept now, without waiting for the service to do so by itself.",
     raises=(_UNREGISTERED,),
     seconds=LONG_SECONDS,
+    example=(
+        '>>> newer = trainer.push_state_dict("acme/smol", model, step=200).wait()',
+        '>>> retention = client.set_retention("acme/smol", Retention(keep_last=1))',
+        '>>> collection = client.collect("acme/smol", dry_run=True)',
+        ">>> [kept.number for kept in collection.kept]",
+        "[2]",
+    ),
 )
 WARM_MODEL = Operation(
     "ModelService.WarmModel",
