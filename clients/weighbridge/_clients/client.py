@@ -62,6 +62,11 @@ class Client(OperationMethods):
 
     Raises:
         InvalidArgument: the port or lane does not exist, or the number of connections is out of range.
+
+    Examples:
+        >>> with Client(server) as client:
+        ...     print(client.version("acme/smol"))
+        acme/smol@1 (durable, step 100)
     """
 
     def __init__(self, server: str | None = None, **options: Unpack[ConnectionOptions]) -> None:
@@ -149,7 +154,13 @@ class Client(OperationMethods):
         return self._connection.run(model_calls.model_files(model, version))
 
     def version(self, model: str, version: str | int | None = None) -> Version:
-        """One version, by number or ref; by default the latest. Raises NotFound."""
+        """One version, by number or ref; by default the latest. Raises NotFound.
+
+        Examples:
+            >>> version = client.version("acme/smol", "latest")
+            >>> version.number, version.step, version.state.value
+            (1, 100, 'durable')
+        """
         return self._connection.run(version_calls.get_version(model, version))
 
     def wait_for(
@@ -173,6 +184,12 @@ class Client(OperationMethods):
         Raises:
             VersionFailed: the version failed, or could not be made durable.
             DeadlineExceeded: the version did not reach the state in time.
+
+        Examples:
+            >>> handle = trainer.push_state_dict("acme/smol", model, step=200)
+            >>> version = client.wait_for("acme/smol", handle.number, VersionState.DURABLE, timeout=60)
+            >>> print(version)
+            acme/smol@2 (durable, step 200)
         """
         return self._connection.run(version_calls.wait_for(model, version, state, timeout, on_progress))
 
@@ -195,6 +212,14 @@ class Client(OperationMethods):
 
         Raises:
             InvalidArgument: a condition is malformed, or ``limit`` is less than 1.
+
+        Examples:
+            >>> for step, reward in ((200, 0.4), (300, 0.8)):
+            ...     version = trainer.push_state_dict("acme/smol", model, step=step, metadata={"reward": reward}).wait()
+            >>> [version.number for version in client.versions("acme/smol")]
+            [3, 2, 1]
+            >>> [version.number for version in client.versions("acme/smol", where=["reward>=0.7"])]
+            [3]
         """
         listing = version_calls.list_versions(
             model, include_invisible=include_invisible, where=where, limit=limit
@@ -213,6 +238,14 @@ class Client(OperationMethods):
             NotFound: the model was deleted.
             Unavailable, ResourceExhausted: the service could not be reached, or had no place for another watch, within
                 `retry_seconds` from the start.
+
+        Examples:
+            >>> versions = client.watch("acme/smol", "latest")
+            >>> print(next(versions))
+            acme/smol@1 (durable, step 100)
+            >>> handle = trainer.push_state_dict("acme/smol", model, step=200)
+            >>> print(next(versions))
+            acme/smol@2 (durable, step 200)
         """
         meant = Reference.of(model, ref, REF_LIVE)
         for _, version in self.watch_refs([(meant.model, meant.version)]):
@@ -249,7 +282,13 @@ class Client(OperationMethods):
                 self._connection.pause(pause)
 
     def refs(self, model: str) -> dict[str, int]:
-        """Version number by ref."""
+        """Version number by ref.
+
+        Examples:
+            >>> refs = client.refs("acme/smol")
+            >>> refs["live"], refs["latest"]
+            (1, 1)
+        """
         return dict(self._connection.run(ask(table.LIST_REFS, model=model)).refs)
 
     def request_ref(
@@ -333,6 +372,14 @@ class Client(OperationMethods):
         Raises:
             NotFound: no such model or version.
             FailedPrecondition: the version is not complete yet, or was retired.
+
+        Examples:
+            >>> held = trainer.push_state_dict("acme/smol", model, step=200, candidate=True).wait()
+            >>> held.held
+            ('candidate',)
+            >>> version = client.approve("acme/smol", held.number, note="evaluated")
+            >>> version.held, client.refs("acme/smol")["latest"]
+            ((), 2)
         """
         return self._connection.run(version_calls.approve(model, version, by=by, note=note))
 

@@ -47,6 +47,14 @@ class Pull:
         nbytes: bytes of all slices.
         lane: lane of the slices, ``local`` or ``grpc``; empty before the pull.
         lane_reason: reason why the lane was not ``local``, if that was wanted.
+
+    Examples:
+        >>> pull = engine.pull("acme/smol@1", layout=FullTensors(("model.norm.weight",)))
+        >>> pull.nbytes
+        128
+        >>> for name, tensor in pull:
+        ...     print(name, tensor.dtype, tensor[:3].tolist())
+        model.norm.weight torch.float32 [0.5, 0.5, 0.5]
     """
 
     def __init__(self, connection: Connection, plan: PullPlan) -> None:
@@ -96,6 +104,12 @@ class Pull:
                 fill of an adapter (names each tensor).
             FailedPrecondition: the version is an adapter, but the module has none, or its adapter computes something else, for example with
                 another ``lora_alpha``.
+
+        Examples:
+            >>> engine.pull("acme/smol@1").into(model)
+            <Filled from acme/smol@1: 24 tensors, 78.6 kB>
+            >>> model.model.norm.weight[:3].tolist()
+            [0.5, 0.5, 0.5]
         """
         adapter = self._connection.run(adapter_target(self._plan, target, adapter_name))
         fill = fit(self._plan, target, cast=cast, strict=strict, adapter=adapter)
@@ -159,6 +173,13 @@ class EngineClient(Client):
     Args:
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
         retry_seconds, lane, connections, credentials: see `Client`.
+
+    Examples:
+        >>> with EngineClient(server) as engine:
+        ...     version = next(engine.watch("acme/smol"))
+        ...     weights = dict(engine.pull("acme/smol", version.number))
+        >>> len(weights), weights["model.norm.weight"][:3].tolist()
+        (24, [0.5, 0.5, 0.5])
     """
 
     @cached_property
@@ -188,6 +209,14 @@ class EngineClient(Client):
             NotFound: no such model, version, ref or tensor.
             InvalidArgument: the layout does not fit the model, or a tensor cannot be cast (names the tensor).
             FailedPrecondition: the version is not ready.
+
+        Examples:
+            >>> pull = engine.pull("acme/smol", "latest", TensorParallel(size=2, rank=0), dtype="bf16")
+            >>> slices = dict(pull)
+            >>> slices["model.layers.0.mlp.gate_proj.weight"].shape
+            torch.Size([24, 32])
+            >>> slices["model.norm.weight"].dtype
+            torch.bfloat16
         """
         plan = self._connection.run(pull_calls.plan_pull(self._layouts, model, version, layout, dtype))
         return Pull(self._connection, plan)
@@ -220,6 +249,13 @@ class EngineClient(Client):
         Raises:
             NotFound: no such model or version.
             InvalidArgument: the folder is not empty, the dtype is unknown, or a tensor cannot be cast (names the tensor).
+
+        Examples:
+            >>> version = engine.export("acme/smol", "latest", out)
+            >>> print(version)
+            acme/smol@1 (durable, step 100)
+            >>> sorted(path.name for path in out.iterdir())
+            ['config.json', 'model.safetensors']
         """
         plan = self.pull(model, version, dtype=dtype)
         model, number = plan.version.model, plan.version.number

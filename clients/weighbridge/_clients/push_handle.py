@@ -143,6 +143,11 @@ class PushHandle:
         Raises:
             WeighbridgeError: the push failed.
             DeadlineExceeded: the rank was not sealed within ``timeout`` seconds.
+
+        Examples:
+            >>> report = trainer.push_state_dict("acme/smol", model, step=200).report()
+            >>> report.lane, report.stream_bytes, report.nonfinite_elements
+            ('grpc', 78592, 0)
         """
         try:
             return self._report.result(timeout)
@@ -171,6 +176,14 @@ class PushHandle:
             DeadlineExceeded: the version did not reach the state within ``timeout`` seconds.
 
         A held version (`Version.held`) is waited for like any other. Without ``on_progress`` a warning is logged for it.
+
+        Examples:
+            >>> handle = trainer.push_state_dict("acme/smol", model, step=200)
+            >>> ready = handle.wait("ready", timeout=60)
+            >>> ready.state.visible
+            True
+            >>> print(handle.wait(timeout=60))
+            acme/smol@2 (durable, step 200)
         """
         if on_progress is None or self.skipped is not None:
             started = time.monotonic()

@@ -33,6 +33,14 @@ class PushOptions(TypedDict, total=False):
             pushes. The push fails after that. By default each wait has its own timeout (`retry_seconds` of the client; 300 s for ranks).
         on_failure: ``raise``, the default; or ``warn``, which logs the reason and returns a handle of the skipped push
             (`PushHandle.skipped`).
+
+    Examples:
+        >>> handle = trainer.push_state_dict("acme/smol", model, step=200, metadata={"reward": 0.71}, candidate=True)
+        >>> version = handle.wait()
+        >>> version.held
+        ('candidate',)
+        >>> client.refs("acme/smol")["latest"]
+        1
     """
 
     metadata: Metadata

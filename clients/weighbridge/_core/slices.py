@@ -62,6 +62,14 @@ class TensorParallel:
 
     Raises:
         InvalidArgument: a rank does not exist, layers are out of order, or the multiple is out of range.
+
+    Examples:
+        >>> pull = engine.pull("acme/smol", layout=TensorParallel(size=2, rank=1, layers=(0, 1)))
+        >>> shapes = {name: tuple(tensor.shape) for name, tensor in pull}
+        >>> shapes["model.layers.0.self_attn.q_proj.weight"], shapes["model.layers.0.mlp.down_proj.weight"]
+        ((16, 32), (32, 24))
+        >>> "model.layers.1.mlp.down_proj.weight" in shapes
+        False
     """
 
     size: int
@@ -103,6 +111,11 @@ class Boxes:
     Attributes:
         boxes: ``(tensor name, offset, extent)``, offset and extent in elements on each axis. A tensor may occur in
             several boxes.
+
+    Examples:
+        >>> rows = Boxes([("model.embed_tokens.weight", (64, 0), (2, 32))])
+        >>> [(name, tuple(tensor.shape)) for name, tensor in engine.pull("acme/smol", layout=rows)]
+        [('model.embed_tokens.weight', (2, 32))]
     """
 
     boxes: Sequence[tuple[str, Sequence[int], Sequence[int]]]

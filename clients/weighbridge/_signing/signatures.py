@@ -20,6 +20,13 @@ class Signatures:
 
     Args:
         client: client of the service; the caller closes it.
+
+    Examples:
+        >>> signatures = Signatures(client)
+        >>> signing = signatures.sign("acme/smol@1", signer=Signer(keys.key))
+        >>> signed = signatures.check("acme/smol@1", required=[Trusted.of_file(keys.public)])
+        >>> signing.method, signed[0].id == signing.id
+        ('key', True)
     """
 
     def __init__(self, client: Client) -> None:

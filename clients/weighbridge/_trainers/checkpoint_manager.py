@@ -42,6 +42,15 @@ class CheckpointManager:
 
     Attributes:
         last: this rank's newest save, or None.
+
+    Examples:
+        >>> checkpoints = CheckpointManager(trainer, "acme/smol", model, optimizer, state={"epoch": 3})
+        >>> handle = checkpoints.save(200)
+        >>> print(checkpoints.wait())
+        acme/smol:training@2 (durable, step 200)
+        >>> restored = checkpoints.restore()
+        >>> restored.step
+        200
     """
 
     def __init__(

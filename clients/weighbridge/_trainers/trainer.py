@@ -46,6 +46,14 @@ class TrainerClient(Client):
             this size is copied there while the service plans it, and a thread delivers it while training goes on. Larger pushes are copied
             after the service has planned them. Two pushes may be delivered at the same time, and each takes this much.
         options: see `Client`.
+
+    Examples:
+        >>> with TrainerClient(server, run="ppo-7") as trainer:
+        ...     version = trainer.push_state_dict("acme/smol", model, step=200).wait()
+        >>> print(version)
+        acme/smol@2 (durable, step 200)
+        >>> version.run
+        'ppo-7'
     """
 
     def __init__(
@@ -120,6 +128,11 @@ class TrainerClient(Client):
             FailedPrecondition: the optimizer has made no step.
             LayoutError: shapes, dtypes or names contradict the model, or the ranks together do not hold all of it.
             AlreadyExists: another process pushes as this rank of this step.
+
+        Examples:
+            >>> handle = trainer.push("acme/smol", megatron_model.sharded_state_dict(), step=200, rank=0, world_size=1)
+            >>> print(handle.wait())
+            acme/smol@2 (durable, step 200)
         """
         call = self._pushes.call(model, step, self._run(run), rank, world_size, request_id, options)
         call.beside = Beside(optimizer, state, rank_state)
@@ -182,6 +195,14 @@ class TrainerClient(Client):
             LayoutError: names, shapes, dtypes or placements contradict the model; LoRA adapters cannot be merged, or are merged in place in
                 a push with a training state; or the ranks together do not hold all of the model (names each tensor).
             AlreadyExists: another process pushes as this rank of this step.
+
+        Examples:
+            >>> handle = trainer.push_state_dict("acme/smol", model, step=200, metadata={"reward": 0.71})
+            >>> version = handle.wait()
+            >>> print(version)
+            acme/smol@2 (durable, step 200)
+            >>> version.metadata
+            {'reward': 0.71}
         """
         call = self._pushes.call(model, step, self._run(run), rank, world_size, request_id, options)
         call.beside = Beside(optimizer, state, rank_state)
@@ -230,6 +251,11 @@ class TrainerClient(Client):
             InvalidArgument: ``cast`` is unknown.
             LayoutError: names, shapes or dtypes contradict the model, or tensors are missing (names each).
             AlreadyExists: another process pushes as this rank of this step.
+
+        Examples:
+            >>> handle = trainer.push_gathered("acme/smol", model.named_parameters(), step=200)
+            >>> print(handle.wait())
+            acme/smol@2 (durable, step 200)
         """
         passing = iter(weights)
         with all_taken(passing):
@@ -317,6 +343,12 @@ class TrainerClient(Client):
                 modules); or the base is not durable.
             PermissionDenied: the caller may not pull the base.
             ResourceExhausted: the caller has adapters on as many versions of the base as the policy allows.
+
+        Examples:
+            >>> handle = trainer.push_adapter("acme/french", peft_model, base="acme/smol@1", step=200)
+            >>> version = handle.wait()
+            >>> print(version, "on", version.base)
+            acme/french@1 (durable, step 200) on acme/smol@1
         """
         call = self._pushes.call(model, step, self._run(run), rank, world_size, request_id, options)
         return self._adapters.push(call, peft_model, base, adapter_name, save_embedding_layers)
@@ -353,6 +385,11 @@ class TrainerClient(Client):
             NotFound: the model is not registered, or the folder has no safetensors files.
             LayoutError: the folder's tensors are not those of the model, or its ``config.json`` describes another model.
             DataLoss: a file is damaged.
+
+        Examples:
+            >>> handle = trainer.push_folder("acme/smol", folder, step=200)
+            >>> print(handle.wait())
+            acme/smol@2 (durable, step 200)
         """
         request_id = request_id or str(uuid.uuid4())
         call = self._pushes.call(model, step, self._run(run), 0, 1, request_id, options, part=True)
@@ -399,6 +436,11 @@ class TrainerClient(Client):
             LayoutError: ``tensors`` has LoRA adapters that are not merged, or values that are not tensors.
             DataLoss: a file of weights is damaged.
             FailedPrecondition: the model is already registered with other tensors.
+
+        Examples:
+            >>> registered = trainer.register_model("acme/other", folder, dtype="bf16")
+            >>> registered.model_type, registered.dtype, registered.tensor_count
+            ('qwen3', 'BF16', 24)
         """
         files, specs = model_folders.registered_by(model, hf_dir, dtype, tensors)
         return self.register_files(model, files, dtype, specs, weight_map=weight_map)
@@ -432,6 +474,13 @@ class TrainerClient(Client):
             The errors of `register_model` and `push_folder`, and:
             InvalidArgument: ``dequantize`` is given, but no weight is quantised or a scale is missing; or ``dtype`` is given, but weights
                 cannot be cast to it.
+
+        Examples:
+            >>> handle = trainer.import_folder("acme/other", folder, dtype="bf16")
+            >>> print(handle.wait())
+            acme/other@1 (durable, step 0)
+            >>> handle.report().cast_tensors
+            24
         """
         call = self._pushes.call(model, step, self._run(run), 0, 1, str(uuid.uuid4()), options, part=True)
         files, weights = model_folders.imported(model, hf_dir, dtype, dequantize)
@@ -501,6 +550,13 @@ class TrainerClient(Client):
             InvalidArgument: a tensor has an unsupported dtype or name, an entry that is not a tensor is larger than a GiB, or the step is
                 unknown.
             LayoutError: a part of a tensor is missing or occurs twice (names each tensor).
+
+        Examples:
+            >>> weights, optimizer_state = get_state_dict(model, optimizer)
+            >>> metadata = dcp.save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=out)
+            >>> handle = trainer.import_training("acme/smol", out, step=200)
+            >>> print(handle.wait())
+            acme/smol:training@1 (durable, step 200)
         """
         check_options(options)
         from weighbridge._trainers.states.checkpoints.checkpoint_folder import CheckpointFolder
@@ -546,6 +602,11 @@ class TrainerClient(Client):
             NotFound: no such model or version.
             InvalidArgument: the version lacks requested values.
             LayoutError: shapes, dtypes or names contradict the model or the training state.
+
+        Examples:
+            >>> version = trainer.restore("acme/smol", megatron_model.sharded_state_dict(), version="latest")
+            >>> print(version)
+            acme/smol@1 (durable, step 100)
         """
         beside = Beside(optimizer, state, rank_state, rank, world_size)
         return self._restorer.megatron(_latest(model, version), sharded_state_dict, beside)
@@ -590,6 +651,13 @@ class TrainerClient(Client):
             NotFound: no such model or version.
             InvalidArgument: the argument is not a state dict, or the version lacks requested values.
             LayoutError: tensors are missing, unexpected, or contradict the model, or LoRA adapters are not merged (names each tensor).
+
+        Examples:
+            >>> version = trainer.restore_state_dict("acme/smol", model, version="latest")
+            >>> print(version)
+            acme/smol@1 (durable, step 100)
+            >>> model.model.norm.weight[:3].tolist()
+            [0.5, 0.5, 0.5]
         """
         beside = Beside(optimizer, state, rank_state, rank, world_size)
         return self._restorer.state_dict(_latest(model, version), state_dict_or_module, strict, beside)
@@ -704,6 +772,13 @@ class TrainerClient(Client):
             DataLoss: the values of a rank are missing or malformed.
             ResourceExhausted: the disk is full.
             FailedPrecondition: the folder cannot be written.
+
+        Examples:
+            >>> handle = trainer.push_state_dict("acme/smol", model, step=200, optimizer=optimizer)
+            >>> version = handle.training.wait()
+            >>> checkpoint = trainer.export_training("acme/smol", None, out)
+            >>> checkpoint.format, checkpoint.version.step
+            ('dcp', 200)
         """
         return write_checkpoint(
             self._connection, _latest(model, version), Path(folder), checkpoint_format=checkpoint_format, replaces=replace,

@@ -44,6 +44,13 @@ class AsyncEngineClient(AsyncOperationMethods):
 
     Raises:
         InvalidArgument: there is no such lane, or the number of connections is out of range.
+
+    Examples:
+        >>> async with AsyncEngineClient(server) as client:
+        ...     version = await anext(client.watch("acme/smol"))
+        ...     weights = {name: tensor async for name, tensor in client.pull("acme/smol", version.number)}
+        >>> len(weights), weights["model.norm.weight"][:3].tolist()
+        (24, [0.5, 0.5, 0.5])
     """
 
     def __init__(self, server: str | None = None, **options: Unpack[ConnectionOptions]) -> None:
@@ -135,7 +142,16 @@ class AsyncEngineClient(AsyncOperationMethods):
         return await self._connection.run(version_calls.approve(model, version, by=by, note=note))
 
     async def watch(self, model: str, ref: str | None = None) -> AsyncGenerator[Version, None]:
-        """The version that a ref names now, then each one that it moves to, without end; as `Client.watch`."""
+        """The version that a ref names now, then each one that it moves to, without end; as `Client.watch`.
+
+        Examples:
+            >>> versions = client.watch("acme/smol", "latest")
+            >>> print(await anext(versions))
+            acme/smol@1 (durable, step 100)
+            >>> handle = trainer.push_state_dict("acme/smol", model, step=200)
+            >>> print(await anext(versions))
+            acme/smol@2 (durable, step 200)
+        """
         meant = Reference.of(model, ref, REF_LIVE)
         async with aclosing(self.watch_refs([(meant.model, meant.version)])) as found:
             async for _, version in found:
@@ -184,6 +200,11 @@ class AsyncEngineClient(AsyncOperationMethods):
 
         Returns:
             ``async for name, tensor in client.pull(...)``; see there for more.
+
+        Examples:
+            >>> async for name, tensor in client.pull("acme/smol", layout=FullTensors(("model.norm.weight",))):
+            ...     print(name, tensor[:3].tolist())
+            model.norm.weight [0.5, 0.5, 0.5]
         """
         planning = partial(pull_calls.plan_pull, self._layouts, model, version, layout, dtype)
         return AsyncPull(self._carrier, self._connection, planning)

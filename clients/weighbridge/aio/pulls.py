@@ -129,7 +129,12 @@ class AsyncPull:
         strict: bool = True,
         adapter_name: str = "default",
     ) -> Filled:
-        """Fill a model in place, as `weighbridge.Pull.into` does: no tensor is changed unless all of them fit."""
+        """Fill a model in place, as `weighbridge.Pull.into` does: no tensor is changed unless all of them fit.
+
+        Examples:
+            >>> await client.pull("acme/smol@1").into(model)
+            <Filled from acme/smol@1: 24 tensors, 78.6 kB>
+        """
         plan = await self.plan()
         adapter = await self._connection.run(adapter_target(plan, target, adapter_name))
         found = await self._carrier.threads.run(

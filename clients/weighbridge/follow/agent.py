@@ -117,6 +117,12 @@ class Follower:
     Raises:
         InvalidArgument: it is to be proved, and its driver gives no evidence (`GivesEvidence`); it has a drafter, and its driver takes none
             (`TakesDrafter`); or it is to be asked for a token, and its driver asks for none (`AnswersToken`).
+
+    Examples:
+        >>> follower = Follower(engine, "acme/smol", driver, "latest")
+        >>> followed = next(follower.run())
+        >>> followed.serves, followed.error
+        (1, '')
     """
 
     def __init__(

@@ -48,6 +48,11 @@ class WeighbridgeReader(StorageReader):
     Attributes:
         model: the model.
         version: that was loaded; None before.
+
+    Examples:
+        >>> dcp.load({"model": model.state_dict()}, storage_reader=WeighbridgeReader("acme/smol", server))
+        >>> model.model.norm.weight[:3].tolist()
+        [0.5, 0.5, 0.5]
     """
 
     def __init__(

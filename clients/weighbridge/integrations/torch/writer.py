@@ -67,6 +67,12 @@ class WeighbridgeWriter(StorageWriter):
 
     Raises:
         InvalidArgument: ``cast`` or ``until`` is not known.
+
+    Examples:
+        >>> with WeighbridgeWriter("acme/smol", server, step=200) as writer:
+        ...     metadata = dcp.save({"model": model.state_dict()}, storage_writer=writer)
+        >>> print(writer.version)
+        acme/smol@2 (durable, step 200)
     """
 
     def __init__(

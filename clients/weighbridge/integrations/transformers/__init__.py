@@ -111,6 +111,11 @@ def from_weighbridge(
         NotFound: no such model or version; or the base of an adapter was deleted.
         FailedPrecondition: the version does not fit the model; names the tensors. Or the model is quantised; or the adapter is on another version than ``base``.
         WeighbridgeError: the service could not be reached, or has gone.
+
+    Examples:
+        >>> model = from_weighbridge("acme/smol@latest", server)
+        >>> type(model).__name__, model.model.norm.weight[:3].tolist()
+        ('Qwen3ForCausalLM', [0.5, 0.5, 0.5])
     """
     options = supported(options)
     client = server if isinstance(server, EngineClient) else EngineClient(server, lane=lane)
