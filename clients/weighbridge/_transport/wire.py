@@ -356,9 +356,14 @@ def _readers(kind: Any) -> list[tuple[str, Callable[[Any], Any] | None]]:
         elif inner is not None and dataclasses.is_dataclass(inner):
             found.append((name, functools.partial(_read_all, typing.cast("type", inner))))
         else:
-            containers: dict[Any, type] = {tuple: tuple, Mapping: dict}
+            containers: dict[Any, Callable[[Any], Any]] = {tuple: tuple, Mapping: _sorted}
             found.append((name, containers.get(typing.get_origin(hint))))
     return found
+
+
+def _sorted(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of a message by key: a map on the wire has no order of its own."""
+    return dict(sorted(entries.items()))
 
 
 def _read_all(kind: Callable[..., R], messages: Iterable[Any]) -> tuple[R, ...]:
