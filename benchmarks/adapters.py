@@ -140,7 +140,7 @@ def one_billion(client: TrainerClient, folder: Path, rounds: int) -> tuple[int, 
 
 
 def verdicts(one: Window, many: Window) -> dict[str, float]:
-    """How many times as much each thing takes among many adapters."""
+    """Ratios by name: each measurement among many adapters, over the same with one adapter."""
     return {name: many.typical(name) / max(one.typical(name), 1e-9) for name in one.samples}
 
 

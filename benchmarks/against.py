@@ -18,7 +18,7 @@ from benchmarks.cases import Figures
 
 PUSHES = ("held", "ready", "stream", "durable", "push_processor", "copy", "raw_push")
 PULLS = ("pull", "view", "pull_processor", "slice_copy", "raw_pull")
-"""What is compared of pushes and of pulls; the last two of each are yardsticks."""
+"""Times that are compared, of pushes and of pulls. The last two of each are yardsticks."""
 _CONFIDENCE = 0.95
 
 
@@ -51,7 +51,7 @@ class Ratio:
 
 
 def _left_out(count: int) -> int:
-    """How many values at each end lie outside of the interval of the median: each is above it or below it like a tossed coin."""
+    """Number of values at each end that lie outside the interval of the median. Each value is above or below the median with equal probability."""
     outside, found = 0.0, 0
     for number in range((count - 1) // 2):
         outside += 2 * math.comb(count, number) / 2**count

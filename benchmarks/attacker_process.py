@@ -1,8 +1,8 @@
 """``python -m benchmarks.attacker_process``: an attacker.
 
-The first line on standard input is a JSON list of the parts of an attack (`benchmarks.attacks.Part`). When all has been said that can be
-said, a line comes on standard output; each further line on standard input is answered by one, too: the counts so far of each part
-(`benchmarks.held_connections.Counts`). The end of the process ends the attack. It imports the standard library alone, so that it starts at once.
+The first line on standard input is a JSON list of the parts of an attack (`benchmarks.attacks.Part`). When everything that can be sent has
+been sent, the process writes a line to standard output. It answers each further line on standard input with the counts of each part so far
+(`benchmarks.held_connections.Counts`). The attack ends with the process. Only the standard library is imported, so that the start is quick.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import asdict
 from benchmarks.held_connections import Connection, Counts, Http2Connection, Standing
 
 _SETTLE_SECONDS = 10.0
-"""How long a service may take to accept what comes."""
+"""Seconds in which a service has to accept what is sent."""
 _QUIET_SECONDS = 3.0
-"""After so long without a byte in either direction nothing more is to be said for now."""
+"""After so many seconds without a byte in either direction, the attack counts as complete for now."""
 _PAUSE_SECONDS = 0.1
 
 

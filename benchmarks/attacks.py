@@ -1,7 +1,7 @@
-"""Attacks on a service: what is opened, said and withheld, as values. `benchmarks.attacker_process` carries them out.
+"""Attacks on a service as values: which connections are opened, what is sent and what is withheld. `benchmarks.attacker_process` runs them.
 
-All of them stand: they take what they can get once, and keep it. What they leave undone is what a service has to bound: calls that say
-nothing, half a request, responses that nobody reads, messages whose last byte never comes.
+All attacks take once what they can get, and keep it. They test what a service has to bound: calls that send nothing, half-sent requests,
+responses that the client never reads, messages whose last byte never comes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MESSAGE_BYTES = 60 << 20
 LANE_MESSAGE_BYTES = 64 << 20
 """The most that a message of the local lane may announce."""
 FEW_DESCRIPTORS = 1024
-"""What a process may have where nobody has set more."""
+"""Usual default limit of a process's descriptors."""
 _MODELS, _CHECKPOINTS = "/weighbridge.v1.ModelService/", "/weighbridge.v1.CheckpointService/"
 PULL = "/weighbridge.v1.WeightService/Pull"
 REGISTER, DECLARE, PUSH = _MODELS + "RegisterModel", _CHECKPOINTS + "DeclareLayout", _CHECKPOINTS + "Push"
@@ -30,12 +30,12 @@ _LANE_LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class Door:
-    """Where attackers knock.
+    """Address that attackers connect to.
 
     Attributes:
         address: ``host:port``, or the path of a Unix socket.
-        source: the address that they come from.
-        metadata: what their calls carry: names and values.
+        source: the address that they connect from.
+        metadata: names and values of the metadata of their calls.
     """
 
     address: str
@@ -70,12 +70,12 @@ class Part:
         connections: how many.
         calls: gRPC calls on each; 0 for connections that do not speak HTTP/2.
         paths: of the calls, in turn.
-        opening: what is said on each call, or on each connection if there are no calls, as hexadecimal digits.
-        withheld: bytes that are sent behind that; one more is never sent, though announced.
-        ends: whether nothing more comes behind the opening of a call.
+        opening: bytes that are sent on each call, or on each connection if there are no calls, as hexadecimal digits.
+        withheld: bytes that are sent after that; one more is announced and never sent.
+        ends: whether a call's request stream ends after the opening.
         window: bytes that the service may send on each call.
         deaf: whether nothing is read from the connection.
-        again: seconds after which a connection that the service has closed is opened again; 0 for not at all.
+        again: seconds after which a connection that the service has closed is opened again; 0 for never.
     """
 
     name: str
@@ -141,7 +141,7 @@ def half_open(doors: Doors) -> list[Part]:
 
 
 def half_open_again(doors: Doors) -> list[Part]:
-    """The same by somebody who comes back."""
+    """As `half_open`, from an attacker that reconnects."""
     return [replace(part, again=AGAIN_SECONDS) for part in half_open(doors)]
 
 

@@ -1,8 +1,8 @@
-"""``python -m benchmarks.bystander_process SPEC``: a client that does what clients do, and notes how it is served.
+"""``python -m benchmarks.bystander_process SPEC``: an ordinary client that records how it is served.
 
 SPEC is a `BystanderSpec` as JSON. Each line on standard input ends a window; it is answered by a line on standard output, the figures of
-the window as JSON. What is under way when a window ends counts in it with the time that it has taken so far: who is never answered must
-not look like somebody who never asked.
+the window as JSON. A call that is still running when a window ends counts with the time that it has taken so far: a client whose calls are
+never answered must not look like a client that made none.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _LONGEST_ERROR = 160
 
 @dataclass(frozen=True)
 class BystanderSpec:
-    """What a bystander does.
+    """Specification of a bystander.
 
     Attributes:
         role: ``calls``, of control calls and probes, or ``pulls``.
-        grpc: address of the service.
-        http: URL of its HTTP face, without scheme.
-        model: has a version that is live.
+        grpc: gRPC address of the service.
+        http: HTTP address of the service, a URL without scheme.
+        model: a model with a version ``live``.
     """
 
     role: str
@@ -51,14 +51,14 @@ class BystanderSpec:
 
 @dataclass
 class Window:
-    """What one kind of call has come to between two moments.
+    """Results of one kind of call between two moments.
 
     Attributes:
-        seconds: what each took.
-        errors: how those that failed ended, each text once.
-        failed: how many failed.
-        nbytes: what they brought.
-        length: of the window in seconds.
+        seconds: how long each call took.
+        errors: error messages of the failed calls, each text once.
+        failed: number of failed calls.
+        nbytes: bytes that the calls returned.
+        length: length of the window in seconds.
     """
 
     seconds: list[float] = field(default_factory=list)

@@ -37,7 +37,7 @@ RATIOS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """One case to measure.
 
     Attributes:
         gigabytes: about how large the model is.
@@ -56,7 +56,7 @@ class Case:
 
 @dataclass
 class Figures:
-    """What was measured.
+    """Measurements of a case.
 
     Attributes:
         case: the case.

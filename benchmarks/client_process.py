@@ -35,7 +35,7 @@ _WAIT_SECONDS = 900.0
 
 @dataclass(frozen=True)
 class ClientSpec:
-    """What a client is.
+    """Specification of a client.
 
     Attributes:
         role: ``trainer`` or ``engine``.
@@ -183,7 +183,7 @@ class EngineProcess:
         return {"seconds": time.monotonic() - at, "bytes": came, "lane": pull.lane}
 
     def view(self, at: float) -> dict[str, Any]:
-        """Pull tensors wherever the client puts them, and let go of each at once; as `pull`."""
+        """Pull tensors into memory of the client's choice, and release each at once; returns as `pull`."""
         _wait_until(at)
         pull = self._client.pull(MODEL, "live", self._request)
         came = sum(tensor.nbytes for _, tensor in pull)

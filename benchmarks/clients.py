@@ -104,10 +104,10 @@ def clients(
     Each may use its share of the cores, as ranks on one host are set up.
 
     Args:
-        spec: what they are.
+        spec: specification of all clients.
         servers: for each rank, the service that it uses; by default that of the spec.
-        lanes: likewise the lane.
-        checkout: whose code they run; by default, the same as this process.
+        lanes: for each rank, the lane that it takes; by default that of the spec.
+        checkout: checkout whose code the clients run; by default that of this process.
     """
     threads = str(max(len(os.sched_getaffinity(0)) // spec.clients, 1))
     environment = {**os.environ, "OMP_NUM_THREADS": threads}

@@ -37,13 +37,13 @@ _OURS = {
 
 @dataclass
 class Series:
-    """What one way of moving weights took.
+    """Results of one way of moving weights.
 
     Attributes:
-        begins: what it begins with, as in `benchmarks.peers.Peer`.
-        ends: what it ends in.
+        begins: input, as in `benchmarks.peers.Peer`.
+        ends: kind of its output.
         seconds: one value for each round.
-        memory: most bytes of its process and its children beyond the start; of ours, of the client without the service.
+        memory: peak growth in bytes of its process and its children; for Weighbridge, of the client without the service.
         problems: why there are no seconds, or what is wrong with its files.
     """
 
@@ -140,7 +140,7 @@ class Comparison:
         return {name: statistics.median(each.seconds) for name, each in self.series.items() if each.seconds}
 
     def ratio(self, name: str, ours: str) -> float | None:
-        """How many times as long something takes as one of ours: the median of the rounds' ratios."""
+        """Seconds of one way over those of one of ours: the median of the rounds' ratios; None if the rounds do not match."""
         theirs, mine = (self.series[each].seconds for each in (name, ours))
         if not theirs or len(theirs) != len(mine):
             return None

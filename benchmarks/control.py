@@ -40,14 +40,14 @@ _PAUSE_SECONDS = 0.3
 
 @dataclass(frozen=True)
 class Settings:
-    """How cases are measured.
+    """Settings of all cases.
 
     Attributes:
         moves: how often the tag is moved.
         idle: seconds for which nothing happens.
-        patience: seconds in which a move is to be heard of.
+        patience: seconds in which every watch has to receive a move.
         watchers: processes that play the engines.
-        client: by which they watch, one of `CLIENTS`.
+        client: client of the watches, one of `CLIENTS`.
     """
 
     moves: int = 10
@@ -72,7 +72,7 @@ class Subject:
     requests: Callable[[], int] | None = None
 
     def idle(self, seconds: float) -> Idle:
-        """What it costs while nothing happens."""
+        """Cost of the server while nothing happens."""
         before, asked = vital_signs(self.pid), self.requests() if self.requests else 0
         begun = time.monotonic()
         time.sleep(seconds)

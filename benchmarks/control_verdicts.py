@@ -21,7 +21,7 @@ MOST_MORE_REQUESTS = 0.2
 
 @dataclass(frozen=True)
 class Case:
-    """How many watch.
+    """Number of watches and connections.
 
     Attributes:
         connections: TCP connections.
@@ -42,12 +42,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Idle:
-    """What a server does while nothing happens.
+    """Cost of a server while nothing happens.
 
     Attributes:
         cores: processors that it keeps busy.
         requests: requests a second to its store; None if it has none.
-        threads: that it has.
+        threads: number of its threads.
     """
 
     cores: float
@@ -72,18 +72,18 @@ class Move:
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured of one server.
+    """Measurements of one server.
 
     Attributes:
-        name: of it.
-        case: how many watched.
+        name: name of the server.
+        case: number of watches and connections.
         watching: watches that have begun.
-        refused: those that have not, by status code.
-        begin_seconds: until all had begun.
-        before, after, after_moves: its resident bytes with one watch, with all, and after the last move.
-        idle_with_one, idle: with one watch, and with all.
-        moves: of the tag, through this server.
-        moves_of_other: through another one over the same store.
+        refused: watches that have not, by status code.
+        begin_seconds: seconds until all had begun.
+        before, after, after_moves: the server's resident bytes with one watch, with all, and after the last move.
+        idle_with_one, idle: cost with one watch, and with all.
+        moves: moves of the tag through this server.
+        moves_of_other: moves of the tag through another server over the same store.
     """
 
     name: str

@@ -38,7 +38,7 @@ class Counts:
     head_written: int
 
     def minus(self, other: Counts) -> Counts:
-        """What came since."""
+        """Difference of two counts."""
         mine, theirs = asdict(self), asdict(other)
         return Counts(**{name: mine[name] - theirs[name] for name in mine})
 

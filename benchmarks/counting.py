@@ -53,7 +53,7 @@ class Shards:
         return self._bits.tensors([(dtype.torch, (elements,))] * self.count)
 
     def copies(self, *, rows: bool) -> list[list[ByteCopy[int]]]:
-        """Where the bytes of each go."""
+        """Placement of each shard's bytes."""
         found: list[list[ByteCopy[int]]] = []
         for index in range(self.count):
             if rows:

@@ -28,7 +28,7 @@ NODES = 2
 def trainer_shards(
     cut: str, trainer: TrainerClient, model: str, specs: Iterable[TensorSpec], clients: int, rank: int
 ) -> tuple[Layout, TensorSpace]:
-    """What one trainer rank holds, and in which space its names are.
+    """Shards that one trainer rank holds, and the space of their names.
 
     Args:
         cut: one of `CUTS`, or ``stages``.
@@ -48,7 +48,7 @@ def trainer_shards(
 
 
 def engine_slices(cut: str, specs: Iterable[TensorSpec], clients: int, rank: int) -> LayoutRequest:
-    """What one engine rank asks for; arguments as for `trainer_shards`."""
+    """Slices that one engine rank requests; arguments as for `trainer_shards`."""
     if cut == "megatron":
         return TensorParallel(clients, rank)
     found = shards(cut, list(specs), clients, rank)

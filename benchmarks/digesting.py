@@ -42,7 +42,7 @@ def model(gigabytes: float) -> tuple[FilesLayout, ByteArray]:
 
 
 def ways(files: FilesLayout, data: ByteArray, broken: ByteArray) -> dict[str, Callable[[], object]]:
-    """What is measured, by what it is called."""
+    """Functions to measure, by name."""
     name = files.files[0].name
 
     def each_block(digest: Callable[[memoryview], object]) -> Callable[[], object]:

@@ -1,7 +1,7 @@
-"""Watches by bare frames of HTTP/2: what engines on other machines cost a service, without what they would cost these processors.
+"""Watches that speak bare HTTP/2 frames: the cost of engines on other machines to a service, without the engines' own cost to these processors.
 
-gRPC's own client takes longer to hear of a version than a server takes to say it. These watchers note when something comes, and look at it
-later.
+gRPC's own client takes longer to receive a message than a server takes to send it. These watchers record when each message comes, and
+decode it later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FrameWatch(Http2Connection):
 
     Attributes:
         arrived: messages that have come, and when.
-        begun: watches that were told of a version.
+        begun: watches that have received a version.
     """
 
     def __init__(self, part: Mapping[str, Any], counts: Counts) -> None:

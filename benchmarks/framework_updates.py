@@ -31,14 +31,14 @@ _SENDING_JOB = Path(__file__).parents[1] / "tests" / "support" / "sending_job.py
 
 @dataclass(frozen=True)
 class Work:
-    """What a framework's ranks are to do.
+    """Work of a framework's ranks.
 
     Attributes:
         folder: for logs.
-        server: the service.
+        server: address of the service.
         hf: folder of the model.
-        lane: how weights travel.
-        rounds: how often each way is taken.
+        lane: lane of the weights.
+        rounds: how often each way is measured.
     """
 
     folder: Path
@@ -49,7 +49,7 @@ class Work:
 
     @property
     def said(self) -> dict[str, Any]:
-        """What ranks are told of the service."""
+        """Settings of the service that the ranks receive."""
         return {"server": self.server, "model": MODEL, "hf_dir": str(self.hf), "lane": self.lane}
 
 

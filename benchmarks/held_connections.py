@@ -1,4 +1,4 @@
-"""Thousands of connections that stand in one thread, which mostly sleeps: each says what it has to, and reads what comes.
+"""Thousands of open connections in one thread, which mostly sleeps: each sends what it has to, and reads what comes.
 
 Attackers are made of them, and watchers that cost little. The standard library is enough, so that a process of them starts at once.
 """
@@ -27,15 +27,15 @@ _IP_BIND_ADDRESS_NO_PORT = 24
 
 @dataclass
 class Counts:
-    """What the connections of one part have come to.
+    """Counts of the connections of one part.
 
     Attributes:
-        name: of the part.
+        name: name of the part.
         connected: connections that were made.
-        failed: those that could not be.
-        closed: those that were made and that the service has closed.
+        failed: connections that could not be made.
+        closed: connections that were made and that the service has closed.
         calls: calls that were opened.
-        ended: those of them that the service has ended, those of closed connections included.
+        ended: calls that the service has ended, those of closed connections included.
         sent: bytes that the kernel has taken.
     """
 
@@ -75,7 +75,7 @@ class Connection:
         self.begin()
 
     def begin(self) -> None:
-        """Get ready what is said first."""
+        """Queue the first bytes to send."""
         self._left: int = self.part["withheld"]
         self.say(bytes.fromhex(self.part["opening"]))
 
@@ -120,10 +120,10 @@ class Connection:
         return True
 
     def received(self, data: bytes) -> None:
-        """Take note of what has come."""
+        """Handle received bytes."""
 
     def closed(self) -> None:
-        """It has ended, or could not be made."""
+        """Handle that the connection has ended, or could not be made."""
         if self._connected:
             self.counts.closed += 1
         else:
@@ -140,7 +140,7 @@ class _Call:
 
 @dataclass
 class _Peer:
-    """What the service allows."""
+    """Limits that the service has announced."""
 
     window: int = h2.DEFAULT_WINDOW
     frame: int = h2.DEFAULT_FRAME
@@ -149,7 +149,7 @@ class _Peer:
 
 
 class Http2Connection(Connection):
-    """One that speaks HTTP/2, opens gRPC calls, and answers pings and settings as a client that is alive does."""
+    """Connection that speaks HTTP/2, opens gRPC calls, and answers pings and settings as a live client does."""
 
     def begin(self) -> None:
         """See `Connection`."""

@@ -37,23 +37,23 @@ from weighbridge.v1 import model_service_pb2 as pb
 T = TypeVar("T")
 MODEL = "bench/history"
 MOST_TIMES = 1.3
-"""How many times as long, and as many bytes, an operation may take at the end as near the beginning."""
+"""Highest ratio of an operation's time, or bytes, at the end of the history to those near its beginning."""
 MOST_MEMORY = 50_000_000
 """Bytes by which the service's memory may grow."""
 _CHANGING = "model.norm.weight"
 _PAGE = 100
 _WARM = 20
-"""After so many versions or models, what a process makes once is there."""
+"""Versions or models after which everything that a process makes only once exists."""
 _WAIT_SECONDS = 120.0
 
 
 @dataclass
 class Window:
-    """What was measured between two moments.
+    """Measurements between two moments.
 
     Attributes:
         begin, end: numbers of the first thing measured, and one past the last.
-        samples: values by the name of what was measured; seconds, or bytes.
+        samples: values in seconds or bytes, by the name of the measurement.
         memory: bytes by which the service has grown at the end.
     """
 
@@ -101,7 +101,7 @@ class Service:
         self._process = process
 
     def counts(self) -> Counts:
-        """What it has asked of its store so far."""
+        """Counts of the service's store requests and bytes so far."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -302,7 +302,7 @@ def _shown(name: str, value: float) -> str:
 
 
 def verdicts(ends: tuple[Window, Window]) -> list[Verdict]:
-    """What has become of each figure."""
+    """Verdict on each figure."""
     first, last = ends
     found = []
     for name in first.samples:

@@ -88,10 +88,10 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def preface(window: int) -> bytes:
-    """What a client says first.
+    """First bytes that a client sends.
 
     Args:
-        window: bytes that the server may send on each stream without being asked, and on the connection if that is more than
+        window: bytes that the server may send on each stream without a window update, and on the connection if that is more than
             usual.
     """
     said = PREFACE + frame(SETTINGS, 0, 0, _SETTING.pack(INITIAL_WINDOW_SIZE, window))

@@ -87,7 +87,7 @@ def write_model(gigabytes: float, folder: Path) -> None:
 
 
 def read_specs(path: Path) -> list[TensorSpec]:
-    """What `write_specs` has written."""
+    """Specs of tensors from a file of `write_specs`."""
     return [
         TensorSpec(name, dtypes.parse(dtype), tuple(shape))
         for name, dtype, shape in json.loads(path.read_text())

@@ -26,28 +26,28 @@ from weighbridge import Retention, TrainerClient
 from weighbridge._lane.local_lane import GRPC, LOCAL
 
 FILES = 16
-"""In which the model is laid out."""
+"""Number of files of the model."""
 CUTS = {"stages": "one", "contiguous": "half away"}
-"""How the model is cut, and which push to one service has as many bytes by each lane as the one to two."""
+"""Cuts of the model. The value names the push to one service that has as many bytes by each lane as the push to two services."""
 JUDGED = ("held", "ready")
 GOAL = 1.2
 _GRACE_SECONDS = 1.1
 _WARM_UP = 3
-"""Rounds that do not count: until layouts are known and all memory is there."""
+"""Rounds that do not count: later ones find known layouts and memory that exists already."""
 
 
 @dataclass
 class Figures:
-    """What was measured.
+    """Measurements of one cut.
 
     Attributes:
         cut: one of `CUTS`.
         lane: the lane that clients asked for.
-        ranks: trainer ranks.
-        model_bytes: of the model.
-        nbytes: of one push, of all ranks together, by the services that it went to: ``local``, by shared memory, and ``streamed``.
-        seconds: likewise, one value for each round: ``held`` of the rank that was held longest, ``ready`` from the first byte that
-            was read until the last rank has heard that the version is ready, ``durable`` likewise, and ``cpu``, processor time of
+        ranks: number of trainer ranks.
+        model_bytes: bytes of the model.
+        nbytes: bytes of one push of all ranks, by the services that it went to: ``local``, by shared memory, and ``streamed``.
+        seconds: by the services, one value for each round: ``held`` of the rank that was held longest, ``ready`` and ``durable`` from the
+            first byte that was read until the last rank has received that the version is ready or durable, and ``cpu``, processor time of
             all ranks and services from the start of the push until it was durable.
     """
 
@@ -69,7 +69,7 @@ class Figures:
 
     @property
     def others(self) -> list[str]:
-        """What two services were compared with."""
+        """Pushes that the push to two services was compared with."""
         return [services for services in self.seconds if services != "two"]
 
     @property
@@ -79,7 +79,7 @@ class Figures:
 
     @property
     def verdict(self) -> dict[str, float]:
-        """What is judged, as ratios to the push with the same bytes by the same lanes."""
+        """Judged ratios to the push with the same bytes by the same lanes."""
         return {name: self.ratio(name, CUTS[self.cut]) for name in JUDGED}
 
     def to_json(self) -> dict[str, Any]:

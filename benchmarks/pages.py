@@ -44,13 +44,13 @@ _MEGABYTE = 1 << 20
 
 @dataclass(frozen=True)
 class Shape:
-    """How much there is, and how it is measured.
+    """Size of the store, and settings of the measurement.
 
     Attributes:
-        models, versions: how many models of how many versions.
-        pages: open at once.
-        requests: for each page.
-        seconds: for which processor time is measured.
+        models, versions: number of models, and of versions of each.
+        pages: pages open at once.
+        requests: requests for each page.
+        seconds: seconds for which processor time is measured.
     """
 
     models: int

@@ -249,7 +249,7 @@ def start(arguments: argparse.Namespace, engine: Peer, *given: Any) -> dict[str,
 def loaded_anew(
     arguments: argparse.Namespace, trainer: Peer, log: Path, given: tuple[Any, ...], seen: tuple[Any, Any]
 ) -> dict[str, Any]:
-    """What differs in an engine that is started with the newest version from one that was updated to it: parameters, and what it says."""
+    """Differences between an engine that is started with the newest version and one that was updated to it: parameters and generated text."""
     trainer.ask("durable")
     with peer([arguments.python, "-m", "benchmarks.pause_engine"], log) as engine:
         facts = start(arguments, engine, *given)
@@ -409,7 +409,7 @@ def summed(turn: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def lines(turns: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """What is printed of turns: a line for each, seconds and GB of each part."""
+    """Printed lines of turns: one for each turn, with seconds and GB of each part."""
     for way, each in ((way, each) for way, those in turns.items() for each in those):
         if "failed" in each:
             yield f"colocated, {way}: FAILED {each['failed']}"
@@ -473,7 +473,7 @@ def main() -> None:
 
 
 def summary(found: Mapping[str, Any], cases: Sequence[str]) -> Iterator[str]:
-    """What is printed of cases that are no turns: a line for each update, and of rates."""
+    """Printed lines of the other cases: one for each update, and those of rates."""
     copy = found["copy"]
     for name in cases:
         case = found.get(name, {})

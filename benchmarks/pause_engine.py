@@ -1,6 +1,6 @@
-"""Engine of `benchmarks.pause`: a vLLM in one process, with the plug-in, that takes versions and says what its parameters are.
+"""Engine of `benchmarks.pause`: a vLLM in one process, with the plug-in, that takes versions and reports checksums of its parameters.
 
-Run by vLLM's Python. Each line of its standard input is a JSON list: what is to be done, and its arguments. Each line of its standard output
+Run by vLLM's Python. Each line of its standard input is a JSON list: a command and its arguments. Each line of its standard output
 that begins with ``=`` is an answer.
 """
 
@@ -34,7 +34,7 @@ from weighbridge import EngineClient
 from weighbridge._core.resources import RECEIVING
 
 _JOINED = ("failed", "preparing")
-"""What holds of all workers once it holds of one."""
+"""Fields that hold for all workers as soon as they hold for one."""
 
 
 class Engine:
@@ -64,7 +64,7 @@ class Engine:
         self.start_seconds = time.monotonic() - begun
 
     def facts(self) -> dict[str, Any]:
-        """What the engine has, and has of its card; ``reserved`` by torch in this process."""
+        """Start time, KV cache size and device memory of the engine; ``reserved`` is what torch reserves in this process."""
         config = self.llm.llm_engine.vllm_config.cache_config
         used = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
         return {
@@ -76,7 +76,7 @@ class Engine:
         }
 
     def ask(self, method: str, *arguments: str) -> dict[str, Any]:
-        """What the workers answer to the agent's call, and how long that took: the first worker's answer, and the first failure of any."""
+        """Answer of the workers to the agent's call, with its seconds: the first worker's answer, with the first failure of any worker."""
         begun = time.monotonic()
         found = self.llm.collective_rpc(method, args=arguments)
         joined = {key: next((each[key] for each in found if each[key]), found[0][key]) for key in _JOINED}

@@ -66,7 +66,7 @@ class Proved:
         return sorted(found.wrong)
 
     def evidence(self, known: Collection[str] = ()) -> Mapping[str, Evidence]:
-        """What the worker gives."""
+        """Evidence that the worker returns."""
         return {
             _RANK: Evidence.from_json(self._said("ask", "weighbridge_evidence", ",".join(known))["evidence"])
         }

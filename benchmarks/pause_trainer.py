@@ -1,6 +1,6 @@
-"""Trainer of `benchmarks.pause`: holds a model on its device, and does with it what it is told to.
+"""Trainer of `benchmarks.pause`: holds a model on its device, and runs the commands that it receives.
 
-Each line of its standard input is a word and what belongs to it; each answer is a line of JSON.
+Each line of its standard input is a command with its arguments; each answer is a line of JSON.
 """
 
 from __future__ import annotations

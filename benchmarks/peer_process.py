@@ -56,7 +56,7 @@ def _warm_up(peer: Peer, work: Work) -> None:
 
 
 def _problems(peer: Peer, work: Work) -> Iterator[str]:
-    """What others would find in the files: every tensor, its shape, and the very bits where the peer had whole tensors."""
+    """Problems of the written files: missing or unexpected tensors, wrong shapes, and wrong bits where the peer had whole tensors."""
     from safetensors import safe_open
 
     left = {spec.name: spec for spec in work.specs}

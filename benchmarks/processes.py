@@ -46,7 +46,7 @@ def end_tidily() -> None:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens at."""
+    """A free port on loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -108,10 +108,10 @@ def processor_seconds(pid: int) -> float:
 
 
 def first_line(process: subprocess.Popen[str]) -> str:
-    """What a process says when it is ready.
+    """First line of a process's standard output.
 
     Raises:
-        RuntimeError: it ended instead.
+        RuntimeError: the process ended instead.
     """
     assert process.stdout is not None
     line = process.stdout.readline().strip()

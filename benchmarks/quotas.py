@@ -27,11 +27,11 @@ from weighbridge_service.access import tokens
 GOAL = 0.8
 _HAMMERS = 4
 _SETTLE_SECONDS = 1.0
-"""How long those of A pull before B is timed: a second's worth of bytes may come at once."""
+"""Seconds for which A's clients pull before B is timed: a second's worth of bytes may come at once."""
 
 
 def hammer(address: str, token: str) -> None:
-    """Pull whatever comes of it, until the process is ended; says when it begins.
+    """Pull again and again, ignoring errors, until the process is ended; prints a line at the start.
 
     Its clients would be on other machines: they leave the processors to the service and to B.
     """

@@ -28,7 +28,7 @@ _WAIT_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Which ranks a process plays.
+    """Specification of the ranks that a process plays.
 
     Attributes:
         server: address of the service, where the model is registered.

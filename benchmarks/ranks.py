@@ -34,7 +34,7 @@ _MODEL_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Pushed:
-    """What one push took.
+    """Measurements of one push.
 
     Attributes:
         declared, delivered, ready: seconds until the last rank had declared, had delivered, and the version was ready.

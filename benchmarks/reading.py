@@ -162,7 +162,7 @@ def download(server: S3Server, store: str, into: Path) -> float:
 
 
 def slices(tensors: dict[str, torch.Tensor]) -> dict[str, list[LayoutRequest]]:
-    """What is pulled for the comparison of bytes: by name, one request for each rank."""
+    """Requests of the comparison of bytes: by name, one request for each rank."""
     rows = {name: tuple(t.shape) for name, t in tensors.items() if name.endswith("q_proj.weight")}
     columns = {name: tuple(t.shape) for name, t in tensors.items() if name.endswith("down_proj.weight")}
     one = min(columns)

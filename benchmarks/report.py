@@ -36,7 +36,7 @@ _COLUMNS = (
 
 
 def machine() -> dict[str, object]:
-    """What the figures were measured on."""
+    """Machine and checkout of the figures."""
     return {
         "machine": platform.machine(),
         "cpus": len(os.sched_getaffinity(0)),
@@ -48,7 +48,7 @@ def machine() -> dict[str, object]:
 
 
 def _commit() -> str:
-    """The commit of this checkout, with ``-dirty`` if it has been changed since; empty if it is none."""
+    """The commit of this checkout, with ``-dirty`` if it has been changed since; empty if there is none."""
     line = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
@@ -62,10 +62,10 @@ def write_json(path: Path, **content: Any) -> None:
 
 
 def next_to_plain(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """What an adapter takes next to plain pushes of the same tensors.
+    """Times of an adapter compared with plain pushes of the same tensors.
 
     Args:
-        of_ranks: of each rank, the seconds of each round, by way: ``adapter`` and ``plain``. The first round makes memory for versions, and does not count.
+        of_ranks: for each rank, the seconds of each round, by way: ``adapter`` and ``plain``. The first round makes memory for versions, and does not count.
 
     Returns:
         Medians of both ways, of the rank that takes longest in each round, and ``ratio``, the median of the rounds' ratios.

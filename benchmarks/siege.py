@@ -1,9 +1,9 @@
-"""``python -m benchmarks.siege``: how a service serves others while somebody takes from it all that he can get.
+"""``python -m benchmarks.siege``: how a service serves its clients while an attacker takes all that it can get.
 
-Each attack (`benchmarks.attacks`) is tried on a service of its own, a real ``weighbridge serve``. Two bystanders, processes as well, call
-it, probe it and pull from it: first for themselves, then while the attack stands. Then the attacker ends, and what the service still holds
-is looked at until it is as it was, or for half a minute. Attackers come from another address of the loopback network, as from another host;
-with ``--attacker-host 127.0.0.1``, from that of the bystanders.
+Each attack (`benchmarks.attacks`) runs against a service of its own, a real ``weighbridge serve``. Two bystanders, processes as well, call
+it, probe it and pull from it: first alone, then while the attack stands. Then the attacker ends, and the service's resources are watched
+until they are as before, or for half a minute. Attackers connect from another address of the loopback network, as from another host; with
+``--attacker-host 127.0.0.1``, from that of the bystanders.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ _LIMITED = (
 
 @dataclass(frozen=True)
 class Settings:
-    """How attacks are tried.
+    """Settings of all attacks.
 
     Attributes:
-        hold: seconds for which they stand.
-        baseline: seconds for which bystanders are measured before.
-        patience: seconds in which everything is to be given back.
-        scale: of the attacks.
-        gigabytes: about how large the model is that is pulled.
-        sources: addresses that attackers come from.
+        hold: seconds for which an attack stands.
+        baseline: seconds for which bystanders are measured before it.
+        patience: seconds in which the service has to give back all resources.
+        scale: factor of the attacks' sizes.
+        gigabytes: approximate size of the model that is pulled.
+        sources: addresses that attackers connect from.
         memory: bytes by which the service may grow.
     """
 
@@ -86,11 +86,11 @@ class Besieged:
 
     @property
     def log_bytes(self) -> int:
-        """What it has logged so far."""
+        """Bytes of the service's log so far."""
         return self._log.stat().st_size
 
     def doors(self, settings: Settings) -> Doors:
-        """Where attackers knock: with tickets that a service would give them."""
+        """Addresses that attackers connect to, with tickets as the service would issue them."""
         with rpc.open_channel(self.grpc) as channel:
             address = bulk_entry.ask(channel, self.grpc).address
         with closing(LocalStore(self._store)) as store:
@@ -151,7 +151,7 @@ class Bystanders:
             yield Bystanders(running)
 
     def end_window(self) -> dict[str, Window]:
-        """What they have seen since this was asked last."""
+        """End the window: the bystanders' measurements since the last call."""
         answers = [json.loads(_ask(process)) for process in self._running]
         return {name: Window(**values) for answer in answers for name, values in answer.items()}
 
@@ -164,11 +164,11 @@ def _ask(process: subprocess.Popen[str], question: str = "") -> str:
 
 
 class Looking:
-    """What a service holds, looked at again and again.
+    """Repeated readings of a service's resources.
 
     Attributes:
-        peak: the most that was seen of each.
-        died: whether it ended.
+        peak: highest reading of each.
+        died: whether the service ended.
     """
 
     def __init__(self, pid: int, start: VitalSigns) -> None:
@@ -177,7 +177,7 @@ class Looking:
         self.last = start
 
     def look(self) -> VitalSigns:
-        """What it holds now; what it held last if it has ended."""
+        """Read the current resources; the last reading if the service has ended."""
         try:
             now = vital_signs(self._pid)
         except OSError:

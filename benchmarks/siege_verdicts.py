@@ -29,19 +29,19 @@ _FEW_ERRORS = 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one attack.
+    """Outcome of one attack.
 
     Attributes:
-        name: of the attack.
-        said: what it consisted of.
-        counts: what its connections had come to when it ended.
-        before, coming, during: the windows of bystanders, by name: until the attack, until all of it had come, and while it stood.
-        start: what the service held before.
-        peak: the most that it was seen to hold.
-        cores: processors that it kept busy on average.
-        log_bytes: what it wrote to its log.
-        given_back: seconds from the end of the attack until memory, threads and descriptors were as before; None for what was not in
-            time.
+        name: name of the attack.
+        said: description of the attack.
+        counts: counts of its connections when it ended.
+        before, coming, during: the windows of bystanders, by name: before the attack, until all of it had come, and while it stood.
+        start: the service's resources before the attack.
+        peak: the highest readings.
+        cores: processors that the service kept busy on average.
+        log_bytes: bytes that it wrote to its log.
+        given_back: seconds from the end of the attack until memory, threads and descriptors were as before; None for those that were not
+            in time.
         died: whether the service ended.
     """
 
@@ -100,7 +100,7 @@ def percentile(values: Sequence[float], part: float) -> float:
 
 def verdicts(outcome: Outcome, *, call_seconds: float = MOST_CALL_SECONDS, probe_seconds: float = MOST_PROBE_SECONDS,
              memory: int = MOST_MEMORY) -> list[Verdict]:  # fmt: skip
-    """What has become of each promise."""
+    """Verdict on each promise."""
     limits = {CALLS: call_seconds, NEW_CLIENTS: call_seconds, **dict.fromkeys(PROBES, probe_seconds)}
     judged = [_answered(outcome, name, most) for name, most in limits.items()]
     pulls = outcome.during[PULLS]

@@ -29,7 +29,7 @@ HIDDEN, INNER, VOCABULARY = 1024, 4096, 32768
 _LAYER_BYTES = 2 * (4 * HIDDEN**2 + 3 * HIDDEN * INNER)
 _EMBEDDING_BYTES = 2 * 2 * VOCABULARY * HIDDEN
 _START_SECONDS, _SECONDS_PER_GB = 300.0, 60.0
-"""How long the ranks may take to begin, and both ways of a round, which end when the version is on the disk, of a busy machine."""
+"""Timeouts on a busy machine: for the start of the ranks, and for both ways of a round, which end when the version is on disk."""
 
 
 def config_of(gigabytes: float) -> Any:
@@ -69,7 +69,7 @@ def seconds(rank: int, config: Any, more: dict[str, Any], rounds: int) -> dict[s
                 handle = push(step)
                 dist.barrier()
                 found[way].append(time.monotonic() - started)
-                handle.wait()  # until it is in the store, and disturbs nobody
+                handle.wait()  # the upload to the store must not slow the next push
                 if rank == 0:
                     client.set_retention(MODEL, Retention(keep_last=1))
                     client.collect(MODEL)

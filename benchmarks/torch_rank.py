@@ -43,13 +43,13 @@ def measure(
     threads: int,
     device: str = "cpu",
 ) -> Seconds:
-    """What pushes hold this rank for, and as many bytes copied by torch into memory that it has touched.
+    """Seconds that pushes hold this rank, next to torch's copies of as many bytes into memory that has been touched before.
 
-    ``copy`` and ``cast_copy`` are torch's copies, of bf16 tensors and of fp32 tensors to bf16. ``megatron``, ``state_dict`` and ``cast`` are
-    times until a push returns: of tensor-parallel shards in Megatron's names, of DTensors cut by rows as FSDP2 cuts them, of these
-    once more (``counted``) and without the count of their non-finite elements (``uncounted``), and of these in fp32, cast on the way;
-    and of whole tensors that pass by (``gathered``), of which each rank copies its share.
-    ``*_ready`` last until the version is ready.
+    ``copy`` and ``cast_copy`` are torch's copies, of bf16 tensors and of fp32 tensors to bf16. The other names are times until a push
+    returns: ``megatron`` of tensor-parallel shards in Megatron's names, ``state_dict`` of DTensors cut by rows as FSDP2 cuts them,
+    ``counted`` and ``uncounted`` of these once more with and without the count of their non-finite elements, ``cast`` of these in fp32,
+    cast on the way, and ``gathered`` of whole tensors that pass by, of which each rank copies its share.
+    ``*_ready`` are times until the version is ready.
     """
     torch.set_num_threads(threads)
     if device == "cuda":
@@ -66,7 +66,7 @@ def measure(
 
 
 class _Rank:
-    """What one rank holds, and does at the same time as all others."""
+    """One rank: its tensors, and the operations that all ranks run at the same time."""
 
     def __init__(
         self, client: TrainerClient, specs: Sequence[TensorSpec], mesh: DeviceMesh, rank: int, device: str

@@ -29,7 +29,7 @@ RATIOS = {
     "a state dict ready / Megatron's shards ready": ("state_dict_ready", "megatron_ready"),
     "fp32 cast to bf16 ready / a state dict ready": ("cast_ready", "state_dict_ready"),
 }
-"""What is told: one time over another of the same round."""
+"""Reported ratios: one time over another of the same round."""
 _SECONDS_EACH_GB = 120.0
 
 

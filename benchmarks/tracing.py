@@ -1,13 +1,13 @@
-"""``python -m benchmarks.tracing``: what traces add to a push and a pull, next to the same without them, by the same processes in one run.
+"""``python -m benchmarks.tracing``: what traces add to a push and a pull, by the same processes in one run.
 
-One service on loopback that sends its spans to a collector, and one client in a process of its own, which switches its own tracing on and off: of what an
-untraced client asks for the service makes no spans. So all that differs from process to process, such as where their memory lies, is the same on
-both sides. Rounds of a push and a pull of random bf16 weights come in blocks of some seconds, with traces and without, in pairs; which of a pair
-comes first is drawn by lot. A block has the medians of its rounds' times, and the processor time of service and client, exporters included, until
-its spans have been sent. Of the ratios of pairs the mean of the middle three fifths is told, with the interval in which it is in 95 of 100 resamplings.
+One service on loopback sends its spans to a collector. One client in a process of its own switches its tracing on and off; the service makes
+no spans for requests of an untraced client. So everything that differs from process to process, such as the place of their memory, is the
+same on both sides. Rounds of a push and a pull of random bf16 weights come in blocks of some seconds, with traces and without, in pairs; the
+order within a pair is random. A block has the medians of its rounds' times, and the processor time of service and client, exporters included,
+until its spans have been sent. The result is the mean of the middle three fifths of the pairs' ratios, with the interval that holds it in 95 of 100 resamplings.
 
-Traces cost so much a push, and nothing a byte: the smaller the model, the larger their share. So the goal, at most 1.02 of the time without them, is
-asked of a small model, and what is found there bounds larger ones.
+Traces cost a fixed time for each push, and nothing for each byte: the smaller the model, the larger their share. So the goal, at most 1.02 of
+the time without traces, is set for a small model; the result bounds that of larger ones.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ class Compared:
 
     Attributes:
         ratio: mean of the middle three fifths of the pairs' ratios.
-        low, high: between which it is in 95 of 100 resamplings of the pairs.
-        more_seconds: likewise of the differences.
+        low, high: interval that holds the ratio in 95 of 100 resamplings of the pairs.
+        more_seconds: mean of the middle three fifths of the pairs' differences.
     """
 
     ratio: float

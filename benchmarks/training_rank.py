@@ -84,7 +84,7 @@ def measure(
 
 
 class _Rank:
-    """What one rank trains, and does at the same time as all others."""
+    """One rank: its model, and the operations that all ranks run at the same time."""
 
     def __init__(
         self, client: TrainerClient, folder: Path, gigabytes: float, step_seconds: float, steps: int, device: str, rank: int
@@ -265,7 +265,7 @@ class _Rank:
             tensor.copy_(loaded[str(index)])
 
     def _new(self, kind: str) -> Path:
-        """A folder for a checkpoint; the one before the last is deleted."""
+        """A new folder for a checkpoint. Of the earlier ones, only the last is kept."""
         number = next(self._numbers)
         there = sorted(self._folder.glob(f"{kind}-*"))
         if self._rank == 0:

@@ -32,7 +32,7 @@ RATIOS = {
     "a training state restored / DCP's load": ("restore", "dcp_load"),
     "a training state restored / Megatron's load": ("restore", "megatron_load"),
 }
-"""What is told: one time over another of the same round."""
+"""Reported ratios: one time over another of the same round."""
 _SECONDS_EACH_GB = 240.0
 _VERSIONS_AT_ONCE = 4
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class VitalSigns:
-    """What a process holds at one moment.
+    """Resources of a process at one moment.
 
     Attributes:
         resident: bytes that are resident.
-        most_resident: the most that ever were, since `forget_most`.
+        most_resident: peak of resident bytes since `forget_most`.
         threads: threads.
         descriptors: open descriptors.
         cpu_seconds: processor time that it has taken so far.
@@ -26,7 +26,7 @@ class VitalSigns:
     cpu_seconds: float
 
     def back_at(self, start: VitalSigns, memory: int) -> dict[str, bool]:
-        """What of this is as it was: within a tenth, or a few, of threads and descriptors, and within so many bytes of memory."""
+        """Whether each resource is back at its start: threads and descriptors within a tenth, or a few; memory within so many bytes."""
         return {
             "threads": _near(self.threads, start.threads),
             "descriptors": _near(self.descriptors, start.descriptors),

@@ -1,8 +1,8 @@
 """``python -m benchmarks.vllm_adapters``: the first token of an adapter that a vLLM has not seen, next to the same adapter from a local folder.
 
 One vLLM on processors, which computes a small random model, is asked for one token of each of many adapters, in two ways in turn: by the name at the service, and by vLLM's own
-``/v1/load_lora_adapter`` of an export of the same version, and then by that name. Of the first way it is told how long the server asked the service and fetched the files. Without that it
-may take 1.2 times as long as the other.
+``/v1/load_lora_adapter`` of an export of the same version, and then by that name. For the first way, the report also has the time in which the server asked the service and fetched the
+files. Without that time, the first way may take at most 1.2 times as long as the second.
 """
 
 from __future__ import annotations

@@ -22,17 +22,17 @@ os.environ["VLLM_NO_USAGE_STATS"] = os.environ["HF_HUB_OFFLINE"] = "1"
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured.
+    """Specification of a rank's measurement.
 
     Attributes:
         server: address of the service, which has versions 1 and 2 of `model`.
-        model: its name there.
-        folder: its config.json.
-        lane: how weights travel.
-        ranks: tensor-parallel ranks.
-        rank: this one, from 0.
-        meeting: path of a file that the ranks find each other by.
-        rounds: how many rounds count.
+        model: name of the model at the service.
+        folder: folder of the model's config.json.
+        lane: lane of the weights.
+        ranks: number of tensor-parallel ranks.
+        rank: this rank, from 0.
+        meeting: path of a file by which the ranks find each other.
+        rounds: number of rounds that count.
     """
 
     server: str

@@ -1,9 +1,9 @@
 """``python -m benchmarks.watcher_process SPEC``: engines that watch a ref, each connection of its own.
 
-SPEC is a `WatcherSpec` as JSON. A line on standard output says when all watches have begun, or have failed. Each line on standard input asks
-when a version was heard of, as ``{"number": ..., "seconds": ...}``; it is answered by a `Heard` as JSON when all have heard of it, or after so
-many seconds. Moments are those of the machine's monotonic clock. Messages are kept as they came and decoded when they are asked for, so that
-the watchers take little of the processors that they share with the service.
+SPEC is a `WatcherSpec` as JSON. The process writes a line to standard output when all watches have begun, or have failed. Each line on
+standard input, ``{"number": ..., "seconds": ...}``, asks when the watches received a version. The answer is a `Heard` as JSON, as soon as all
+have received it, or after so many seconds. Moments are those of the machine's monotonic clock. Messages are kept as they came and decoded
+when a line asks for them, so that the watchers take little of the processors that they share with the service.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Watchers:
         self._reached = asyncio.Event()
 
     async def begin(self) -> Heard:
-        """Begin all watches; what has become of them when each has been told of the version that there is."""
+        """Begin all watches; returns their states once each has received the current version, or has failed."""
         spec = self._spec
         options = (*rpc.CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
         request = watched(spec.model, spec.ref)

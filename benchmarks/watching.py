@@ -1,4 +1,4 @@
-"""Watchers as values: who watches what, by which client, and when they have heard of a version."""
+"""Watchers as values: their specification, and when they received a version."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def watched(model: str, ref: str) -> bytes:
 
 @dataclass(frozen=True)
 class WatcherSpec:
-    """Who watches what.
+    """Specification of watchers.
 
     Attributes:
-        address: of the server.
-        model: of the ref.
-        ref: that is watched.
+        address: address of the server.
+        model: model of the ref.
+        ref: the ref to watch.
         connections: TCP connections.
-        streams: watches on each.
-        client: one of `CLIENTS`.
+        streams: watches on each connection.
+        client: client of the watches, one of `CLIENTS`.
     """
 
     address: str
@@ -42,12 +42,12 @@ class WatcherSpec:
 
 @dataclass
 class Heard:
-    """What watchers know.
+    """States of watches.
 
     Attributes:
-        moments: when each watch heard of the version that was asked about.
+        moments: when each watch received the version in question.
         watching: watches that have begun and not ended.
-        refused: those that have ended, by status code.
+        refused: number of watches that have ended, by status code.
     """
 
     moments: list[float] = field(default_factory=list)

@@ -2,7 +2,7 @@
 
 May import: the public surface of `weighbridge`; `weighbridge_storage.opening` to show what lies in the store.
 
-- `run`: options, and which story is told.
+- `run`: options, and the choice of a story.
 - `story`: Megatron ranks push, engines pull, a trainer resumes.
 - `vllm_story`: the same with vLLM servers.
 - `ranks`: processes with gloo.
@@ -15,6 +15,6 @@ May import: the public surface of `weighbridge`; `weighbridge_storage.opening` t
 - `tp_engine`: a tensor-parallel engine that generates.
 - `vllm_server`: a vLLM server.
 - `service_process`: the service as a process.
-- `report`: what is printed.
+- `report`: the printed report.
 - `keeping`: the service that is left for a look.
 """

@@ -74,7 +74,7 @@ def convert_gguf(gguf: Path, folder: Path) -> tuple[PreTrainedModel, PreTrainedT
 
 
 def _dequantized() -> dict[str, Any]:
-    """What makes transformers unpack a GGUF file's weights: where it has a `GgufConfig`, it makes a model of the file's blocks otherwise, and saves none."""
+    # Where transformers has a `GgufConfig`, it otherwise makes a model of the file's quantized blocks, which it cannot save.
     import transformers
 
     config = getattr(transformers, "GgufConfig", None)
@@ -127,8 +127,7 @@ def sample_tokens(tokenizer: PreTrainedTokenizerBase) -> Tensor:
 
 
 def training_batch(tokenizer: PreTrainedTokenizerBase, length: int = 64) -> Tensor:
-    """All the text in rows of equal length; each begins with the last token of the one before: int64
-    `[rows, length + 1]`."""
+    """Text as rows of equal length, int64 `[rows, length + 1]`. Each row begins with the last token of the previous row."""
     import torch
 
     tokens = torch.tensor(tokenizer(TEXT)["input_ids"])

@@ -38,7 +38,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 @dataclass(frozen=True)
 class Parallel:
-    """How many ways a job is cut.
+    """Parallelism of a job.
 
     Ranks are numbered tensor first, then context, then data, then pipeline, as Megatron does by default.
 
@@ -48,7 +48,7 @@ class Parallel:
         dp: data parallelism, of everything but experts.
         ep: expert parallelism; experts are spread over the ranks of one pipeline stage, whatever these hold of
             the other layers, so `ep * expert_tp` divides `tp * cp * dp`.
-        etp: tensor parallelism of experts; None is that of the other layers, as in Megatron.
+        etp: tensor parallelism of experts; None for the same as the other layers, as in Megatron.
         cp: context parallelism. It has ranks and process groups, but the local layer spec cannot run it.
         vpp: virtual pipeline stages of each rank, or None.
     """
@@ -180,7 +180,7 @@ class _BiasedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]  # mega
 
 @dataclass(frozen=True)
 class _Biases:
-    """Which linear layers of a family have a bias."""
+    """Linear layers of a model family that have a bias."""
 
     qkv: bool
     attention_output: bool

@@ -43,7 +43,7 @@ PRELOAD = (
     "weighbridge_demo.tp_engine",
     "weighbridge_demo.trainer_ranks",
 )
-"""What the server imports before it forks."""
+"""Modules that the server imports before it forks."""
 _AT_FIRST, _AT_LAST = "weighbridge_demo.imports_begin", "weighbridge_demo.imports_done"
 """Imported before and after everything else."""
 
@@ -57,7 +57,7 @@ _SERVER_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _GRACE_SECONDS = 10.0
-"""A rank ends itself this long after its job's time, should nobody be left to end it."""
+"""Seconds after the job's timeout at which a rank ends itself, in case no parent process is left to end it."""
 
 Membership = Callable[[int, str], AbstractContextManager[None]]
 """Joins a job's process groups, given the rank and the path of a file for torch's rendezvous, and leaves them."""

@@ -35,20 +35,20 @@ class Check:
 
 @dataclass
 class Report:
-    """What happened; filled in as it happens.
+    """Results of the demo, filled in while it runs.
 
     Attributes:
-        model: its name.
+        model: name of the model.
         model_bytes: bytes of all its tensors.
-        imported: what pushing the Hugging Face folder cost, and the version that it became.
-        restored: for each parallelism, what each rank got.
-        trained: what each rank of the trainer saw.
-        engines: the ranks of each engine, by its name.
+        imported: report of pushing the Hugging Face folder, and the version of that push.
+        restored: for each parallelism, the results of each rank.
+        trained: results of each rank of the trainer.
+        engines: results of the ranks of each engine, by the engine's name.
         full_pull: bytes, seconds and lane of pulling the whole trained model.
-        texts: how the prompt was continued, by whom.
-        checks: what had to be true.
-        stages: seconds that each part of the demo took, processes and all.
-        error: why the demo could not go on; empty if it reached its end.
+        texts: continuations of the prompt, each with the name of its source.
+        checks: conditions that had to hold.
+        stages: seconds that each part of the demo took, the start and end of processes included.
+        error: why the demo stopped early; empty if it reached its end.
     """
 
     model: str = ""
@@ -69,7 +69,7 @@ class Report:
 
     @contextmanager
     def stage(self, say: Callable[[str], None], what: str) -> Iterator[None]:
-        """Record how long a part of the demo takes; ``say`` is told when it begins and when it ends."""
+        """Record how long a part of the demo takes. Calls ``say`` when the part begins and when it ends."""
         say(what)
         started = time.monotonic()
         yield
@@ -78,7 +78,7 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """What was not as it had to be; empty if the demo passed."""
+        """Failed checks and the error, if any; empty if the demo passed."""
         failed = [f"{check.claim}: {check.detail}" for check in self.checks if not check.passed]
         return failed + ([self.error] if self.error else [])
 
@@ -195,7 +195,7 @@ def _moved(report: Report) -> Table:
 
 
 def _versions(report: Report) -> Table:
-    """What pushing cost those who pushed, and how soon it was of use; seconds from the opening of the version."""
+    """Seconds that pushes held their ranks, and seconds from the opening of each version until it was ready and durable."""
     table = _table(
         "How long pushing took, in seconds",
         ("version", "ranks", "held up for", "of it copying", "can be pulled after", "is durable after"),

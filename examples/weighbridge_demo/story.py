@@ -46,7 +46,7 @@ class Story:
     Args:
         work: an empty folder for everything.
         steps: optimizer steps of the trainer.
-        say: is told what goes on.
+        say: called with each line of progress.
         report: is filled in.
         store: where the service keeps versions; a folder in ``work`` if None.
         keep: is called with the service and its addresses, gRPC and HTTP, when all is done; the service ends when it returns.

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Served:
-    """What one rank of an engine did.
+    """Results of one rank of an engine.
 
     Attributes:
         number: the version that it pulled.
         nbytes: bytes that it pulled.
         parameter_bytes: bytes of its parameters.
         seconds: how long the pull took, planning included.
-        lane: how its bytes came.
+        lane: the lane by which the bytes came.
         text: how it continued the prompt.
     """
 

@@ -28,12 +28,12 @@ _DURABLE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Restored:
-    """What restoring gave one rank.
+    """Results of restoring on one rank.
 
     Attributes:
-        rank: which one.
-        nbytes: bytes that it asked for.
-        seconds: how long they took, planning included.
+        rank: number of the rank.
+        nbytes: bytes that it requested.
+        seconds: how long the restore took, planning included.
         logits_error: largest difference from the expected logits; None on ranks that compute none.
     """
 
@@ -45,14 +45,14 @@ class Restored:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank of the trainer saw.
+    """Results of one rank of the trainer.
 
     Attributes:
-        restored: what came in.
-        losses: one for each step; None on ranks that do not see it.
+        restored: results of restoring.
+        losses: one for each step; None on ranks that do not compute it.
         step_seconds: how long each step took.
-        pushed: what its push cost.
-        version: the version when it was durable.
+        pushed: report of its push.
+        version: the version once it was durable.
     """
 
     restored: Restored
@@ -64,14 +64,14 @@ class Trained:
 
 @dataclass(frozen=True)
 class TrainerJob:
-    """What all ranks of a trainer are told.
+    """Job of all ranks of a trainer.
 
     Attributes:
         server: address of the service.
-        model: its name there.
-        config: its Hugging Face configuration.
-        parallel: how it is cut.
-        tokens: int64 `[1, seq]`, on which logits are compared.
+        model: name of the model at the service.
+        config: Hugging Face configuration of the model.
+        parallel: parallelism of the model.
+        tokens: int64 `[1, seq]`, the input for which logits are compared.
         expected_logits: float32 `[1, seq, vocab]`.
     """
 
@@ -94,10 +94,10 @@ def train(rank: int, job: TrainerJob, batch: Tensor, steps: int, dump: Path) -> 
 
     Args:
         rank: this rank.
-        job: what all ranks are told.
+        job: the job of all ranks.
         batch: int64 `[rows, length + 1]`, the same for every step.
-        steps: how many.
-        dump: folder where each rank leaves a copy of its weights, for whoever wants to compare.
+        steps: number of steps.
+        dump: folder where each rank leaves a copy of its weights, for comparison.
     """
     with TrainerClient(job.server, run="demo") as trainer:
         model, restored = _restore(rank, job, trainer)

@@ -46,11 +46,11 @@ TRACED = ("--compilation-config", '{"mode": 3, "backend": "eager"}')
 
 @dataclass(frozen=True)
 class Answer:
-    """How a prompt goes on, greedily.
+    """Greedy completion of a prompt.
 
     Attributes:
-        text: of the new tokens.
-        logprobs: of each of them.
+        text: the new tokens as text.
+        logprobs: log-probability of each new token.
     """
 
     text: str
@@ -58,21 +58,21 @@ class Answer:
 
 
 class VllmServer:
-    """A vLLM that takes updates from the service, as one would start it by hand; a context that ends it.
+    """A vLLM server that takes updates from the service, started as from the command line; a context that ends it.
 
     Args:
-        python: of the environment that vLLM is installed in.
-        server: the service's gRPC address; None for a server that starts from a folder, and is told later where versions come from.
+        python: Python of the environment that vLLM is installed in.
+        server: the service's gRPC address; None for a server that starts from a folder and is connected to the service later.
         model: ``namespace/name``, or the folder.
-        log: where it writes what it does.
-        arguments: more of them for vLLM, such as its parallelism.
+        log: file for the server's output.
+        arguments: more arguments for vLLM, such as its parallelism.
         extra: more keys of the load format's extra config.
         environment: more variables for its processes.
-        module: what runs it.
+        module: Python module that runs the server.
 
     Attributes:
-        url: where it listens.
-        pid: of its first process.
+        url: URL of the server.
+        pid: process ID of its first process.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class VllmServer:
         return self.log.read_text(errors="replace").splitlines()[-30:]
 
     def complete(self, prompt: str, tokens: int) -> Answer:
-        """How a prompt goes on."""
+        """Complete a prompt greedily."""
         asked = {
             "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1,
             "skip_special_tokens": False,
@@ -147,11 +147,11 @@ class VllmServer:
         return Answer(choice["text"], choice["logprobs"]["token_logprobs"])
 
     def weight_version(self) -> str:
-        """What it says it serves."""
+        """Version that the server reports that it serves."""
         return str(self._ask("/weight_info")["weight_version"])
 
     def is_paused(self) -> bool:
-        """Whether it answers nobody now."""
+        """Whether the server is paused."""
         return bool(self._ask("/is_paused")["is_paused"])
 
     def _ask(self, path: str, body: Any = None) -> Any:

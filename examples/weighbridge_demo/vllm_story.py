@@ -72,7 +72,7 @@ class VllmStory:
         work: an empty folder for everything.
         steps: optimizer steps of the trainer.
         python: of the environment that vLLM is installed in.
-        say: is told what goes on.
+        say: called with each line of progress.
         report: is filled in.
         keep: is called with the service and its addresses, gRPC and HTTP, when all is done; the service ends when it returns.
     """
@@ -216,7 +216,7 @@ class _Agent:
         )
 
     def next(self) -> dict[str, Any]:
-        """What it says next."""
+        """Next message of the agent."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -233,7 +233,7 @@ class _Agent:
 
 
 def _by_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Answer:
-    """What transformers says, greedily, and how likely it finds it."""
+    """Greedy completion of the prompt by transformers, with log-probabilities."""
     inputs: Any = tokenizer(lm.PROMPT, return_tensors="pt")
     with torch.no_grad():
         output = model.generate(**inputs, max_new_tokens=lm.NEW_TOKENS, do_sample=False)
