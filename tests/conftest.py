@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Settings and fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def seaweed(aws_environment: None, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(params=["local", "s3"])
 def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where a store is that has nothing in it: of each kind, one after the other."""
+    """Location of an empty store, of each kind in turn."""
     if request.param == "local":
         return str(tmp_path / "store")
     server: S3Server = request.getfixturevalue("seaweed")

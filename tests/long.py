@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Result:
-    """How a part has ended: its exit code, its wall time, and its seed."""
+    """End of a part: its exit code, its wall time, and its seed."""
 
     code: int
     seconds: float

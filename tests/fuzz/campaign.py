@@ -1,4 +1,4 @@
-"""Campaign: a run over many targets: shares inputs out, starts a worker for each, and tells what came of it."""
+"""Campaign: a run over many targets, which shares inputs out, starts a worker for each target, and reports the results."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tests.fuzz.worker import CURRENT, Tally, read_current
 
 ROOT = Path(__file__).parents[2]
 SILENT_SECONDS, STUCK_SECONDS = 200.0, 1800.0
-"""Seconds of a processor, and by the clock, that a worker may take without a word: it runs one input, or its target begins or ends. The clock
-alone would say how busy the machine is."""
+"""Longest silence of a worker, in seconds of processor time and of wall time: it runs one input, or its target begins or ends. Wall time alone
+would depend on the load of the machine."""
 _MOST_ENDS = 5
-"""Workers of one target that may end without a word."""
+"""Workers of one target that may end without a result."""
 _COVERAGE = re.compile(r"#\d+\s+(INITED|NEW|REDUCE|pulse|RELOAD|DONE)\s+cov: (\d+) ft: (\d+)")
 _KEPT_LINES = 40
 
 
 @dataclass
 class Result:
-    """What came of one target.
+    """Result of one target.
 
     Attributes:
         tally: of all its workers together.
@@ -43,7 +43,7 @@ class Result:
 
     @property
     def findings(self) -> int:
-        """How many faults were found."""
+        """Number of faults that were found."""
         return len(self.tally.findings) + len(self.lost)
 
     def to_json(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Result:
 
 
 def shares(weights: Mapping[str, float], inputs: int) -> dict[str, int]:
-    """How many inputs each target gets, by its weight: at least one, and all together no fewer than asked for."""
+    """Number of inputs of each target, by its weight: at least one, and in total no fewer than requested."""
     total = sum(weights.values())
     return {name: max(-int(-inputs * weight // total), 1) for name, weight in weights.items()}
 
@@ -64,7 +64,7 @@ class Campaign:
         folder: where findings go, and what workers need.
         seed: chooses other inputs.
         plain: without coverage guidance.
-        say: is told how it goes.
+        say: called with each line of progress.
     """
 
     def __init__(self, folder: Path, seed: int, *, plain: bool, say: Callable[[str], None]) -> None:
@@ -74,7 +74,7 @@ class Campaign:
         self._say = say
 
     def run(self, target: str, inputs: int) -> Result:
-        """Run so many inputs of a target; after one that ends its worker, another goes on with other ones."""
+        """Run so many inputs of a target. After an input that ends its worker, another worker goes on with other inputs."""
         result = Result(Tally(target))
         ends = 0
         while result.tally.inputs < inputs and ends < _MOST_ENDS:

@@ -1,4 +1,4 @@
-"""Findings: inputs that no parser may be brought to its knees by, told apart by their fault, made small, and kept as files."""
+"""Findings: inputs that break a parser or cost too much, distinguished by their fault, made small, and kept as files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.fuzz.judge import Verdict
 
 FOUND = Path(__file__).parent / "found"
-"""Findings of before, by target."""
+"""Earlier findings, by target."""
 _SECONDS = 10.0
 
 
@@ -21,7 +21,7 @@ def kept(target: str, folder: Path = FOUND) -> list[Path]:
 
 
 def save(folder: Path, target: str, verdict: Verdict, data: bytes) -> Path:
-    """Keep an input, and beside it what it led to; by a name that says which fault it shows."""
+    """Save an input and the text of its verdict, under a name that shows the fault."""
     place = folder / target
     place.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", verdict.key)[:60] + "-" + hashlib.sha256(data).hexdigest()[:8]

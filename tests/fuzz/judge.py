@@ -27,7 +27,7 @@ class TooSlow(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one input led to.
+    """Verdict on one input.
 
     Attributes:
         seconds: of a processor that it took.

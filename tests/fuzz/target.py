@@ -16,7 +16,7 @@ MB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What one input may cost, in proportion to its length: beyond a constant, work that is more than linear shows.
+    """Limits on the cost of one input: a constant, and a part in proportion to its length, so that work that is more than linear shows.
 
     Attributes:
         seconds: of a processor, whatever the length.
@@ -31,7 +31,7 @@ class Bounds:
     times: float = 64.0
 
     def problem(self, length: int, seconds: float, grown: float) -> str:
-        """What an input of so many bytes cost too much of; empty if nothing. ``grown`` is in MiB."""
+        """Limit that an input of so many bytes exceeds, ``time`` or ``memory``; empty if none. ``grown`` is in MiB."""
         if seconds > self.seconds + self.seconds_per_mb * length / MB:
             return "time"
         if grown > self.mb + self.times * length / MB:

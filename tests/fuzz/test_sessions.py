@@ -34,7 +34,7 @@ PIECE = 40_000
 
 
 def refused(action: Callable[[], object]) -> WeighbridgeError | None:
-    """What something is refused with, which is never a failure of the service; None if it is done."""
+    """Error that refuses an action, which is never a failure of the service; None if the action is carried out."""
     try:
         action()
     except WeighbridgeError as error:
@@ -45,10 +45,10 @@ def refused(action: Callable[[], object]) -> WeighbridgeError | None:
 
 
 class Push:
-    """What one push has come to, as its trainer knows it.
+    """State of one push, as its trainer knows it.
 
     Args:
-        number: of its version.
+        number: number of its version.
     """
 
     def __init__(self, number: int) -> None:

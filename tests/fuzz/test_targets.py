@@ -40,7 +40,7 @@ def test_inputs_are_read_or_refused_as_documented(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in _PROCESS])
 def test_samples_are_valid(name: str) -> None:
-    """What is refused at once shows nothing of what lies behind."""
+    """A sample that is refused at once would not reach the code behind the check."""
     target = find(name)
     if name in ("names", "hosts", "tokens", "key-sets", "small-documents", "messages", "request-parts"):
         return  # each sample is for one of several parsers, or is refused by design

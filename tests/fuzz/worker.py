@@ -36,7 +36,7 @@ _MOST_OF_A_FAULT = 3
 
 @dataclasses.dataclass
 class Tally:
-    """What came of a run.
+    """Results of a run.
 
     Attributes:
         target: its name.
@@ -99,7 +99,7 @@ class Run:
             _tell({"inputs": tally.inputs, "seconds": tally.seconds})
 
     def ended_badly(self, error: Exception) -> None:
-        """What the target says at its end is a finding."""
+        """Record an error that the target raises at its end as a finding."""
         from tests.fuzz import findings
         from tests.fuzz.judge import Verdict
 

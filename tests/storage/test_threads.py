@@ -1,4 +1,4 @@
-"""Does a pool of threads serve everybody in turn, keep nothing, and end its threads? And does it hold up no process and no event loop?"""
+"""Does a pool of threads serve all callers in turn, keep nothing, and end its threads? And does it hold up no process and no event loop?"""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def one() -> Iterator[ThreadPool]:
 
 
 class Busy:
-    """Work that keeps a thread until it is told to end."""
+    """Work that keeps a thread until `end`."""
 
     def __init__(self, pool: ThreadPool) -> None:
         self._begun, self._end = threading.Event(), threading.Event()
@@ -170,7 +170,7 @@ def test_neither_requests_nor_results_are_kept_by_idle_threads_or_cycles(one: Th
         busy = Busy(one)
         kept, found = submitted(works)
         found.cancel()
-        assert kept() is None  # at once, whoever has the future
+        assert kept() is None  # at once, although the caller still has the future
         busy.end()
     finally:
         gc.enable()
@@ -252,7 +252,7 @@ def test_a_task_has_its_work_done_in_its_context_and_leaves_what_has_begun(one: 
                 await task
         go_on.set()
         assert await one.run(ended.is_set)
-        assert begun.is_set(), "work is not begun once nobody waits for it"
+        assert begun.is_set(), "work is not begun once its caller was cancelled"
 
     asyncio.run(check())
 

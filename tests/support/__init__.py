@@ -1,1 +1,1 @@
-"""What tests share: clients, services, ranks, servers and faults; no tests."""
+"""Helpers that tests share: clients, services, ranks, servers and faults; no tests."""

@@ -38,7 +38,7 @@ class Meta:
 
 
 class Rollouts:
-    """AReaL's remote engine: loads what it is told to, removes it as AReaL does, and fails as it is told to."""
+    """AReaL's remote engine: loads the folder of each update, removes it as AReaL does, and fails as ``fault`` says."""
 
     def __init__(self) -> None:
         self.fault = ""
@@ -70,7 +70,7 @@ class Rollouts:
 
 
 def actor(model: torch.nn.Module, hf_dir: str, group: dist.ProcessGroup) -> Any:
-    """This rank's actor, whose ``onload`` can be told to fail."""
+    """Actor of this rank, whose ``onload`` a test can make fail."""
     _install()
     from weighbridge.integrations.areal.updates import UpdatesByWeighbridge
 

@@ -85,11 +85,11 @@ class ArealJob:
             rank.begin(name, **arguments)
 
     def answers(self, seconds: float = 240) -> list[Any]:
-        """What each rank answers to what was asked last: a value, or the `JobFailed` that says what it raised."""
+        """Answer of each rank to the last request: a value, or the `JobFailed` with its error."""
         return [rank.outcome(seconds) for rank in self.ranks]
 
     def ask(self, name: str, /, seconds: float = 240, **arguments: Any) -> list[Any]:
-        """What a method gives on each rank; as `answers`."""
+        """Result of a method on each rank; as `answers`."""
         self.begin(name, **arguments)
         return self.answers(seconds)
 
@@ -98,12 +98,12 @@ class ArealJob:
 def areal_job(
     folder: Path, server: str, model: str, engines: Sequence[Engine], lane: str = "grpc"
 ) -> Iterator[ArealJob]:
-    """A job that has not been asked anything yet; ended in the end.
+    """A job that has received no request yet; ended when the block ends.
 
     Args:
-        folder: for logs.
-        server, model, lane: what its actors are told of the service.
-        engines: of its rollouts.
+        folder: folder for logs.
+        server, model, lane: the actors' settings of the service.
+        engines: engines of its rollouts.
     """
     said = {
         "WEIGHBRIDGE_SERVER": server,

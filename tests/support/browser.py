@@ -102,7 +102,7 @@ class Tab:
         return path
 
     def violations(self) -> list[str]:
-        """What axe finds that is serious or critical."""
+        """Serious and critical findings of axe."""
         if not AXE.exists():
             pytest.skip("there is no axe: make test-page")
         self.page.evaluate(AXE.read_text())

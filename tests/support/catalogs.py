@@ -25,7 +25,7 @@ SMOL, OTHER = ModelName("acme", "smol"), ModelName("acme", "other")
 
 
 class CountingStore(LocalStore):
-    """Counts reads of heads, and those that it refused; is away, or hangs, as long as it is told so."""
+    """Store that counts reads of heads, and the reads that it refused. Tests can make it unavailable, or make its reads hang."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -84,7 +84,7 @@ def publish_one(catalog: Catalog, name: ModelName = SMOL) -> int:
 def snapshot(
     number: int, state: VersionState, *, name: ModelName = SMOL, image: Image | None = None, **more: Any
 ) -> VersionSnapshot:
-    """What a process knows of a version."""
+    """Snapshot of a version in a process."""
     return VersionSnapshot(Version(str(name), number, state, **more), image=image)
 
 

@@ -20,11 +20,11 @@ class Seen:
 
     Attributes:
         service: name of the process.
-        name: what it is.
+        name: name of the span.
         trace, id, parent: identities, in hex; no parent is empty.
         links: traces that it links to.
         start, end: nanoseconds since 1970 UTC.
-        attributes: what is said of it.
+        attributes: attributes of the span.
         failed: whether its status is an error.
         server: whether it is the answer to a call.
     """
@@ -44,12 +44,12 @@ class Seen:
 
 @dataclass
 class Collector:
-    """What has come.
+    """Received spans.
 
     Attributes:
-        endpoint: its OTLP address.
-        spans: in the order in which they came.
-        sent: all that came, byte for byte.
+        endpoint: OTLP address of the collector.
+        spans: spans in the order in which they came.
+        sent: all requests as they came, byte for byte.
     """
 
     endpoint: str = ""

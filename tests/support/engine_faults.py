@@ -48,7 +48,7 @@ def order(
 
     Args:
         kind: one of `NOW`, `NEXT`; `KEEP` to remember the values as those of the version before; `RESTORE` to put everything in order; `MUTE` to give no evidence; or `WRONG`
-            to be told what the fault of the last update has made wrong.
+            to return the names of the parameters that the fault of the last update has made wrong.
         rank: of its engine.
         engine: among those behind the server.
         seed: of chance.
@@ -65,7 +65,7 @@ def told(ask: Callable[[Collection[str]], Any], given: str) -> dict[str, list[st
 
 
 def register() -> None:
-    """What the entry point names, in each process of an engine."""
+    """Entry point of the plug-in, called in each process of an engine."""
     if getattr(EngineRank.evidence, "injects", False):
         return
     original = EngineRank.evidence

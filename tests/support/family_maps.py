@@ -1,4 +1,4 @@
-"""What a family makes of a config, in two digests that can be compared from one Python environment to another.
+"""Two digests of a family's maps for a config, which can be compared between Python environments.
 
 ``python -m tests.support.family_maps FILE`` prints them for every config of a file of `data/family_maps.json`'s form; ``python -m
 tests.support.family_maps --configs`` prints the configs, as the transformers that is installed writes them.

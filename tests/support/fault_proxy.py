@@ -22,15 +22,15 @@ Fault: TypeAlias = Literal[
 FAULTS: tuple[Fault, ...] = (
     "slow", "refused", "slow-down", "reset", "lost", "lost-500", "late", "truncated",
 )  # fmt: skip
-"""``slow``: after a pause. ``refused`` and ``slow-down``: 500 and 503, not carried out. ``reset``: likewise, with the
-connection cut. ``lost`` and ``lost-500``: carried out, and then the connection is cut or 500 is answered. ``late``: the
-connection is cut, and it is carried out some time after that. ``truncated``: the response's body ends in its middle."""
+"""``slow``: after a pause. ``refused`` and ``slow-down``: 500 and 503, not carried out. ``reset``: not carried out, and
+the connection is cut. ``lost`` and ``lost-500``: carried out, and then the connection is cut or 500 is answered. ``late``: the
+connection is cut, and the request is carried out some time after that. ``truncated``: the response's body ends in its middle."""
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding"}
 _ERROR = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>made up</Message></Error>"
 
 
 class FaultProxy(ThreadingHTTPServer):
-    """Forwards to a server, and spoils requests by chance or as told.
+    """Forwards to a server, and spoils requests at random or by a script.
 
     Attributes:
         endpoint: URL to send requests to.
@@ -54,7 +54,7 @@ class FaultProxy(ThreadingHTTPServer):
         self._changed = threading.Condition()
 
     def draw(self) -> Fault:
-        """What happens to the next request."""
+        """Draw the fault of the next request."""
         with self._changed:
             if self.script:
                 fault = self.script.pop(0)

@@ -46,7 +46,7 @@ PRELOAD = (
 
 
 def forking() -> ForkServerContext:
-    """What starts such processes; the server is there by then, and imports."""
+    """Context that starts such processes; the server has been started by then, and imports."""
     ranks.start_server(PRELOAD)
     return multiprocessing.get_context("forkserver")
 

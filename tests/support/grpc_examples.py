@@ -30,7 +30,7 @@ FUZZED, UNTOUCHED = "fuzz/model", "acme/untouched"
 
 
 def handed_over(source: TinyModel, sender: replicas.Replica, number: int) -> Message:
-    """What a replica sends that leaves, of a version that nobody here has heard of."""
+    """Request by which a leaving replica hands over a version that this service does not know."""
     model = RegisteredModel(
         ModelName.parse(FUZZED), source.files["config.json"], ModelTensors(dtypes.parse("fp32")), "files", ()
     )

@@ -73,15 +73,15 @@ _INTEGERS = {
 
 @dataclass(frozen=True)
 class FuzzedCall:
-    """What one call sends, and when it is given up.
+    """Messages and metadata of one call, and when it is cancelled.
 
     Attributes:
-        method: its full path.
-        messages: as they go on the wire.
-        metadata: of the call.
-        seconds: its deadline.
+        method: full path of the method.
+        messages: encoded messages.
+        metadata: metadata of the call.
+        seconds: deadline of the call.
         weights: whether it goes to the port for streams of weights.
-        half_closed: whether the client says that nothing more comes; else it is silent until the call ends.
+        half_closed: whether the client half-closes the call after its messages; otherwise it is silent until the call ends.
         most_responses: after so many the call is cancelled; None to read all.
         cancelled_after: seconds after which it is cancelled; None if it is not.
     """
@@ -130,7 +130,7 @@ class Messages:
         return self.damaged(raw) if choose.random() < 0.25 else raw
 
     def _nested(self, kind: Descriptor) -> bytes:
-        """Fields within fields, as deep as nobody needs; or groups that are never closed."""
+        """Fields nested far deeper than any message needs, or groups that are never closed."""
         field = self._random.choice(kind.fields).number if kind.fields else 1
         if self._random.random() < 0.3:
             return bytes([field << 3 & 0x7F | 3]) * 3000
@@ -315,11 +315,11 @@ def _is_map(each: FieldDescriptor) -> bool:
 
 @dataclass
 class Outcome:
-    """How calls ended. Thread-safe.
+    """Outcomes of calls. Thread-safe.
 
     Attributes:
-        codes: how many ended with each status, by name.
-        failures: calls that ended as none may, with the status and what it says.
+        codes: number of calls that ended with each status, by name.
+        failures: calls that ended with a status that none may end with, and that status with its details.
     """
 
     codes: Counter[str] = field(default_factory=Counter)
@@ -327,7 +327,7 @@ class Outcome:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, call: FuzzedCall, code: str, details: str) -> None:
-        """A call has ended."""
+        """Record the end of a call."""
         with self._lock:
             self.codes[code] += 1
             if code in ("INTERNAL", "UNKNOWN"):

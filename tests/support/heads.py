@@ -50,7 +50,7 @@ class Nodes:
         return History(head, self.load)
 
     def loads(self, action: Callable[[], Any]) -> tuple[Any, list[int]]:
-        """What an action gives, and the levels of the nodes that it loads."""
+        """Result of an action, and the levels of the nodes that it loads."""
         self.loaded = []
         result = action()
         return result, [ref.level for ref in self.loaded]
@@ -91,14 +91,14 @@ def in_memory(head: Head, *versions: VersionEntry) -> History:
 
 
 def stored(store: ObjectStore, model: ModelName) -> History:
-    """What a store says of a model."""
+    """History of a model in a store."""
     found = HeadStore(store).history(model)
     assert found is not None
     return found
 
 
 def entry(number: int, write_id: str = "w") -> VersionEntry:
-    """What history says of a version."""
+    """History entry of a version."""
     return VersionEntry(
         number=number,
         step=number * 10,

@@ -1,4 +1,4 @@
-"""What ranks of a trainer hold of a model, written down by the conventions of Megatron-core, for families that it cannot build on CPU.
+"""Tensors that ranks of a trainer hold of a model, by the conventions of Megatron-core, for families that it cannot build on CPU.
 
 A family is a function that gives for each tensor of the model what Megatron-core would hold without any parallelism, and how it is cut;
 `shards_of` makes one rank's sharded state dict of it, with Megatron-core's own constructor. Nothing here is computed by Weighbridge or

@@ -1,4 +1,4 @@
-"""Jobs in other environments: a process that is asked over a pipe what it is to do, and what it serves. Needs nothing but Python."""
+"""Jobs in other environments: a process that serves requests over a pipe. Needs nothing but Python."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 
 
 class JobFailed(Exception):
-    """What was asked of a job has raised."""
+    """A request to a job has raised."""
 
 
 class Job:
-    """A running job, as its methods that can be asked for.
+    """A running job, which serves requests for its methods.
 
     Args:
-        link: to it.
-        log: what it writes.
+        link: connection to the job.
+        log: file of its output.
     """
 
     def __init__(self, link: Connection[Any, Any], log: Path) -> None:
@@ -30,14 +30,14 @@ class Job:
         self._log = log
 
     def begin(self, name: str, /, **arguments: Any) -> None:
-        """Ask for something; `answer` waits for it."""
+        """Send a request; `answer` waits for its answer."""
         self._link.send((name, arguments))
 
     def answer(self, seconds: float = 600) -> Any:
-        """What the job answers to what was asked last.
+        """Answer of the job to the last request.
 
         Raises:
-            JobFailed: it has raised; has its words.
+            JobFailed: the request raised; carries that error's text.
         """
         if not self._link.poll(seconds):
             raise TimeoutError(f"the job did not answer within {seconds:g} s:\n{self._end_of_log()}")
@@ -57,7 +57,7 @@ class Job:
             return failed
 
     def ask(self, name: str, /, **arguments: Any) -> Any:
-        """What a method of the job gives."""
+        """Result of a method of the job."""
         self.begin(name, **arguments)
         return self.answer()
 

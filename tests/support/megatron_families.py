@@ -1,4 +1,4 @@
-"""How does a test build and run megatron-core models of families that the demo does not know, on CPU?
+"""Real megatron-core models of families that the demo does not know, built and run on CPU.
 
 Mixtures of experts, multi-latent attention, multi-token prediction and value heads, with the local layer spec
 (no Transformer Engine) and one `MLP` an expert (`SequentialMLP`). As in `weighbridge_demo.megatron_cpu`, a
@@ -50,7 +50,7 @@ FAMILIES = (
 _DELTA_NET_NORM = "self_attention.in_proj.layer_norm_"
 """Key of the norm in front of a gated delta net, without its end: there is no layer spec that keeps it apart."""
 _MLA_NORM_EPSILON = 1e-6
-"""What transformers' deepseek has for the norms inside attention, whatever `rms_norm_eps` says."""
+"""Epsilon of the norms inside attention in transformers' deepseek, whatever the value of `rms_norm_eps`."""
 
 
 def _nothing() -> None:
@@ -62,13 +62,13 @@ def _same(hidden: Tensor) -> Tensor:
 
 
 def _window(queries: int, keys: int, window: tuple[int, int]) -> Tensor:
-    """What a token may not see, bool `[queries, keys]`: Megatron makes it on CUDA."""
+    """Mask of the keys that a token must not attend to, bool `[queries, keys]`. Megatron's own function makes it on CUDA."""
     behind = torch.arange(queries)[:, None] + (keys - queries) - torch.arange(keys)
     return (behind > window[0]) | (-behind > window[1])
 
 
 class ValueHead(torch.nn.Linear):
-    """What verl puts in place of the output layer of a critic: not cut by tensor parallelism."""
+    """Output layer that verl gives a critic; not cut by tensor parallelism."""
 
     def forward(  # type: ignore[override]  # called as Megatron's output layers are
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -138,7 +138,7 @@ class NormAroundOne(torch.nn.Module):
 
 
 def _l2norm(hidden: Tensor) -> Tensor:
-    """What flash-linear-attention's kernel computes."""
+    """Same values as flash-linear-attention's kernel."""
     return hidden * torch.rsqrt(hidden.square().sum(-1, keepdim=True) + 1e-6)
 
 

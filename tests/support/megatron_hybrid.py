@@ -1,4 +1,4 @@
-"""What do ranks of megatron-core's hybrid model hold? Its modules are the real ones; kernels of state space models run on CUDA alone.
+"""Shards of megatron-core's hybrid model. Its modules are the real ones; kernels of state space models run on CUDA alone.
 
 What is stubbed computes: Triton's kernels, which megatron-core imports, and the gated norm that it takes from mamba-ssm, of which only the
 weights count here. So such a model is built, and says what its shards are, but does not run.

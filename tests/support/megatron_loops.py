@@ -91,7 +91,7 @@ class Loop:
         return handle.training.wait(timeout=120).number
 
     def manager(self, trainer: TrainerClient, name: str, rank_state: dict[str, Any]) -> CheckpointManager:
-        """What saves it while it goes on."""
+        """Checkpoint manager that saves this loop while it trains."""
         return CheckpointManager(
             trainer, name, self.training.model, self.training.optimizer, state=self.state, rank_state=rank_state,
             until="optimizer_step",
@@ -110,14 +110,14 @@ class Loop:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw.
+    """Results of one rank.
 
     Attributes:
-        number: of the version that it pushed.
-        own: what Megatron would have saved then.
-        losses: of the steps after that.
+        number: number of the version that it pushed.
+        own: state that Megatron would have saved then.
+        losses: losses of the steps after that.
         drawn: random numbers drawn after that.
-        rates: of learning, of each group, in the end.
+        rates: learning rate of each group at the end.
     """
 
     number: int
@@ -250,7 +250,7 @@ def check_that_a_manager_brings_back_the_last(
 
 
 def _seen(folder: Path, case: Case) -> list[Seen]:
-    """What ranks saw before they were killed; they have written it then."""
+    """Results that the ranks wrote before they were killed."""
     return [torch.load(folder / str(rank), weights_only=False) for rank in range(case.parallel.world_size)]
 
 

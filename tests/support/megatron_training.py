@@ -163,7 +163,7 @@ class TrainingRank:
         self.optimizer.step()
 
     def own_state(self, metadata: Mapping[str, Any] | None = None) -> dict[str, list[Piece]]:
-        """What Megatron would write to a checkpoint of model and optimizer, gathered by itself, as tensors in the coordinates of whole ones."""
+        """Pieces that Megatron's own sharded state dicts of model and optimizer would write to a checkpoint, by the names of whole tensors."""
         weights = self.sharded_state_dict(metadata)
         return pieces(
             {
@@ -173,7 +173,7 @@ class TrainingRank:
         )
 
     def save(self, folder: Path, common: Mapping[str, Any], **options: Any) -> Any:
-        """Save model and optimizer as Megatron-LM does by ``--ckpt-format torch_dist``, to a folder that is there. What ``dist_checkpointing.save`` gives."""
+        """Save model and optimizer to an existing folder as Megatron-LM does with ``--ckpt-format torch_dist``. Returns the result of ``dist_checkpointing.save``."""
         from megatron.core import dist_checkpointing
 
         let_it_write()
@@ -223,7 +223,7 @@ class Piece(NamedTuple):
 
 
 def pieces(state: dict[str, Any]) -> dict[str, list[Piece]]:
-    """What a rank would write of a sharded state dict of Megatron's, by the names of whole tensors; its factories are applied."""
+    """Pieces that a rank would write of Megatron's sharded state dict, by the names of whole tensors. Applies the state dict's factories."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica

@@ -102,7 +102,7 @@ class Cast:
         self._start(AGENT, run_agent, (self._folder, self._address, ref))
 
     def start_trainer(self) -> None:
-        """Start a trainer, which pushes the steps that it is told."""
+        """Start a trainer, which pushes a step for each call of `push`."""
         self._start(TRAINER, run_trainer, (self._address, self._shapes))
 
     def push(self, step: int) -> None:
@@ -153,7 +153,7 @@ class Cast:
                 self._held.pop(name, None)
 
     def look(self) -> dict[int, Look]:
-        """What each rank that lives has, at one time if all do; waits for what they do just now."""
+        """State of each rank that lives, at one time if all do. Waits for the ranks' current operations."""
         with suppress(EngineFailed):
             return dict(enumerate(ask(_socket(self._folder, 0), "all", "look")))
         found = {}

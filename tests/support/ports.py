@@ -9,7 +9,7 @@ import socket
 # Below what Linux hands out by itself (ip_local_port_range, from 32768), so that no connection of another test takes one meanwhile.
 _PORTS = range(16384, 32768)
 
-# Names that nobody else can have while this process lives: one for each port that it has taken.
+# Sockets whose names no other process can bind while this one lives: one for each port that it has taken.
 _taken: list[socket.socket] = []
 
 

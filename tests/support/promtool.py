@@ -10,7 +10,7 @@ import pytest
 
 
 def promtool(*arguments: str, text: bytes | None = None) -> str:
-    """What it says; skips the test where it is not installed, and fails it if anything is found."""
+    """Run promtool and return its output. Skips the test where it is not installed, and fails the test if promtool does."""
     tool = os.environ.get("WEIGHBRIDGE_PROMTOOL") or shutil.which("promtool")
     if tool is None:
         pytest.skip("there is no promtool")

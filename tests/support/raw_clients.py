@@ -45,7 +45,7 @@ class TinyModel:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """What is registered."""
+        """Files of the model's registration, by name."""
         return {"config.json": (self.folder / "config.json").read_bytes()}
 
     @property
@@ -271,12 +271,12 @@ class RawClient:
         return _messages(header, pieces, damage=damage)
 
     def received(self, model: str, number: int, rank: int = 0) -> list[tuple[int, int]]:
-        """What has arrived of a rank's stream."""
+        """Byte ranges of a rank's stream that have arrived."""
         request = pb.GetPushStateRequest(model=model, number=number, rank=rank)
         return [(r.start, r.end) for r in self.call(self.checkpoints.GetPushState, request).received]
 
     def seal(self, model: str, number: int, rank: int = 0, nonfinite: int | None = None) -> Any:
-        """Seal a rank, which says how many elements are not finite, or is so old that it does not; the version."""
+        """Seal a rank with its count of non-finite elements, or without, as older clients do; returns the version."""
         request = pb.SealRankRequest(
             model=model, number=number, rank=rank, client_id=self.client_id, nonfinite_elements=nonfinite
         )
@@ -301,7 +301,7 @@ def _messages(header: Any, pieces: Sequence[tuple[int, bytes]], *, damage: bool)
 def _within(
     pieces: Sequence[tuple[int, bytes]], ranges: Sequence[tuple[int, int]]
 ) -> list[tuple[int, bytes]]:
-    """What of some pieces lies in these ranges."""
+    """Parts of the pieces that lie in these ranges."""
     found = []
     for offset, data in pieces:
         for start, stop in ranges:

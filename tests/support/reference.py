@@ -1,7 +1,7 @@
-"""What is the right answer? Small models, and a loader for Megatron that shares no code with Weighbridge.
+"""Reference answers: small models, and a loader for Megatron that shares no code with Weighbridge.
 
 `load_with_mbridge` is the slow and obvious way: make the whole tensor as Megatron would store it, cut out
-what this rank says it holds, copy it in.
+the box that this rank's sharded tensor describes, copy it in.
 """
 
 from __future__ import annotations

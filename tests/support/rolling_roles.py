@@ -1,7 +1,7 @@
 """Trainers and engines of one release, for tests of rolling upgrades: a program that is run with that release's SDK, and imports nothing of the tests.
 
 ``trainer MODEL FOLDER RANK SERVERS``: one of two FSDP2 ranks that push weights and training states until FOLDER has a file ``stop``.
-``engine MODEL SERVERS``: follows ``latest``, and pulls each version that it is told of.
+``engine MODEL SERVERS``: follows ``latest``, and pulls each version that the ref moves to.
 ``restore MODEL SERVERS``: restores the newest training state in one process.
 
 Each prints a line of JSON for each version, ``{"step", "number"}``. All values of a version are known from its step, so each reader

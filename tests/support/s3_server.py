@@ -47,7 +47,7 @@ class S3Server:
     pid: int
 
     def settings(self, **changes: Any) -> S3Settings:
-        """A part of the bucket that nobody else uses, with waits that fit tests."""
+        """Settings with a prefix of its own in the bucket, and timeouts that fit tests."""
         defaults: dict[str, Any] = {
             "bucket": BUCKET,
             "prefix": f"{uuid.uuid4().hex}/",
@@ -58,7 +58,7 @@ class S3Server:
         return S3Settings(**{**defaults, **changes})
 
     def location(self) -> str:
-        """The same, as a location."""
+        """A location with a prefix of its own in the bucket."""
         return f"s3://{BUCKET}/{uuid.uuid4().hex}?endpoint={quote(self.endpoint)}&region=us-east-1"
 
 

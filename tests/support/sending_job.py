@@ -34,14 +34,14 @@ class Held(WeightSource):
 
 
 class Nobody:
-    """vLLM's client, of no engine: what engines take is in neither way."""
+    """Client of vLLM without an engine: neither way counts the time that engines take."""
 
     def __getattr__(self, _name: str) -> Callable[..., None]:
         return lambda *_: None
 
 
 class Sender:
-    """One trainer; its methods are what it can be asked."""
+    """One trainer; its methods are the requests that it serves."""
 
     def seconds(self, how: str, file: str, said: dict[str, Any], rounds: int) -> dict[str, list[float]]:
         """Seconds of sends of the same tensors in turns: by the framework's calls, and plainly, until engines could pull them."""
@@ -53,7 +53,7 @@ class Sender:
                 started = time.monotonic()
                 send()
                 found["adapter"].append(time.monotonic() - started)
-                newest().wait()  # until it is in the store, and disturbs nobody
+                newest().wait()  # the upload to the store must not slow the plain push
                 started = time.monotonic()
                 pushed = trainer.push_gathered(said["model"], held, step=step, rank=0, world_size=1)
                 pushed.wait(VersionState.READY)

@@ -21,15 +21,15 @@ from weighbridge_demo.vllm_server import EAGER, Answer, VllmServer
 
 @dataclass
 class SendingPlace:
-    """A service, a vLLM server, and models that can be told apart by what they answer.
+    """A service, a vLLM server, and models with different answers.
 
     Attributes:
-        model: ``namespace/name``, as it is sent.
-        family: of the models.
+        model: ``namespace/name`` at the service.
+        family: family of the models.
         first: the folder that the server started from.
-        expected: what transformers answers in the server's place.
-        variables: of the environment of all processes.
-        logs: folder of what they write.
+        expected: answer of transformers with the weights that the server should have.
+        variables: environment variables of all processes.
+        logs: folder of their logs.
     """
 
     model: str
@@ -45,7 +45,7 @@ class SendingPlace:
 
     @property
     def told(self) -> dict[str, Any]:
-        """What trainers are told of the service."""
+        """Trainers' settings of the service."""
         return {
             "model": self.model,
             "server": self.service.address,
@@ -55,15 +55,15 @@ class SendingPlace:
         }
 
     def other_weights(self) -> tuple[Path, Answer]:
-        """A folder of other weights; what transformers answers by them."""
+        """A folder of other weights, and the answer of transformers with them."""
         seed = next(self.seeds)
         folder = self.first.parent / str(seed)
         found = said_by_transformers(make_folder(folder, seed, self.family))
-        assert found.text != self.expected.text, "the weights cannot be told apart"
+        assert found.text != self.expected.text, "both weights give the same answer"
         return folder, found
 
     def check(self) -> None:
-        """The server answers as transformers does."""
+        """Check that the server answers as transformers does."""
         found = self.server.complete(PROMPT, TOKENS)
         assert found.text.strip() == self.expected.text
         assert found.logprobs == pytest.approx(self.expected.logprobs, abs=1e-3)

@@ -32,9 +32,8 @@ _READY = re.compile(r"weighbridge serving gRPC on (\S+), HTTP on (\S+), store .*
 class RunningService:
     """A service and its gRPC address.
 
-    Clients would share memory with a service of their own machine. So that tests of what goes by gRPC do not have to say that they are,
-    there is no local socket, unless one is asked for; and so that a proxy before the service sees all that goes by gRPC, weights have no
-    port of their own.
+    A client on the service's machine would use shared memory. By default this service has no local socket, so that tests of gRPC need no
+    setting against it; and weights have no port of their own, so that a proxy before the service sees all gRPC traffic.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How does a test run real SGLang, which has an environment of its own?
+"""Real SGLang in tests, in an environment of its own.
 
 ``make test-sglang`` makes that environment and names its Python in WEIGHBRIDGE_SGLANG_PYTHON.
 """
@@ -41,10 +41,10 @@ _ENVIRONMENT = {
 
 
 def environment(tp: int, cache: Path) -> dict[str, str]:
-    """What processes of an engine are started with; the recordings of its ranks, and what SGLang leaves behind, are in a folder of the test's."""
+    """Environment variables of an engine's processes. The recordings of its ranks, and files that SGLang leaves behind, go to a folder of the test."""
     # one set of processors a rank; else each rank needs a NUMA node
     threads = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tp)}
-    # SGLang's connectors remove their folders when they are told to end, and not when they are killed; what torch has compiled is for all
+    # SGLang's connectors remove their folders on a normal end, and not when they are killed; all tests share what torch has compiled
     compiled = str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"))
     folders = {"WEIGHBRIDGE_CACHE": str(cache), "TMPDIR": str(cache), "TORCHINDUCTOR_CACHE_DIR": compiled}
     return {**os.environ, **_ENVIRONMENT, **threads, **folders}

@@ -42,7 +42,7 @@ SIGNATURES = {
 
 
 def arguments(framework: str, **more: Any) -> Namespace:
-    """What decides over updaters, as the framework's arguments have it by default, and a user's own."""
+    """Arguments that select an updater: the framework's defaults, and the caller's own."""
     own: dict[str, Any] = {
         "slime": {"update_weight_mode": "full", "update_weight_transport": "nccl"},
         "miles": {"update_weight_transfer_mode": "broadcast", "pause_generation_mode": "retract"},

@@ -40,7 +40,7 @@ def upload(folder: Path, store: ObjectStore) -> None:
 
 
 def version_folder(store: Path, number: int, model: str = MODEL) -> Path:
-    """Where a version lies."""
+    """Folder of a version."""
     return store / f"models/{model}/versions/{number:012d}"
 
 

@@ -165,7 +165,7 @@ def _copy_over(randomness: random.Random, folder: Path) -> str:
 
 
 def _stray(randomness: random.Random, folder: Path) -> str:
-    """An object that nobody of Weighbridge has written."""
+    """Write an object that Weighbridge never writes."""
     models = sorted(path.parent for path in folder.rglob("head.json")) or [folder]
     place = randomness.choice((
         randomness.choice(models), randomness.choice(models) / "versions", randomness.choice(models) / "history",

@@ -70,7 +70,7 @@ class Terminal:
             return True
         try:
             data = os.read(self.master, 65536)
-        except OSError:  # nobody has the other end open
+        except OSError:  # no process has the other end open
             return False
         self.shown += data.decode(errors="replace")
         return bool(data)

@@ -13,16 +13,16 @@ from tests.support.forked import run_jobs
 from weighbridge_demo.ranks import gloo_job
 
 WAYS = ("fsdp", "fsdp3", "fsdp4", "fsdp8", "hsdp", "tp_fsdp", "ddp", "compiled_fsdp")
-"""How `shared` can share a model over its ranks: two, or as many as the name says, or four for HSDP and tensor parallelism."""
+"""Ways in which `shared` distributes a model over its ranks: two, or as many as the name says, or four for HSDP and tensor parallelism."""
 
 
 def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 200) -> list[Any]:
-    """What ``fn(rank, *args)`` returns on each rank of a gloo job."""
+    """Result of ``fn(rank, *args)`` on each rank of a gloo job."""
     return run_jobs([gloo_job(size, fn, *args)], timeout=timeout)[0]
 
 
 def shared(model: PreTrainedModel, way: str) -> torch.nn.Module:
-    """A model whose tensors the ranks of this job share in one of `WAYS`; all ranks give the same model."""
+    """A model whose tensors are distributed over the ranks of this job in one of `WAYS`; all ranks give the same model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel

@@ -20,7 +20,7 @@ class _Tracebacks(logging.Handler):
 
 @contextmanager
 def tracebacks() -> Iterator[list[str]]:
-    """What is logged with a traceback in this process, by any library, while the block runs."""
+    """Records that any library logs with a traceback in this process while the block runs."""
     handler = _Tracebacks()
     logging.getLogger().addHandler(handler)
     try:

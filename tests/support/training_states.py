@@ -60,7 +60,7 @@ class Whole:
         return Whole(specs, tensors)
 
     def values(self, rank: int) -> RankValues:
-        """What a rank's blob holds."""
+        """Values in a rank's blob."""
         return read_blob(self.tensors[blob_name(rank)], blob_name(rank))
 
     def fill(self, fit: Fit, rank: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""What users of transformers do with the service, and what transformers itself makes of the same folders.
+"""Calls of the service as users of transformers make them, and transformers' own results for the same folders.
 
 The functions run in the tests' own process, in ranks forked from it, or in processes of another environment, with another transformers
 (`make test-transformers`): nothing of the service is imported here.
@@ -24,12 +24,12 @@ PYTHON = os.environ.get("WEIGHBRIDGE_TRANSFORMERS_PYTHON", "")
 
 
 def call(fn: Callable[..., Any], *args: Any) -> Any:
-    """What a function of this module returns."""
+    """Result of a function of this module."""
     return _elsewhere(fn, args, 1)[0] if PYTHON else fn(*args)
 
 
 def call_ranks(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """What a function of this module returns on each rank of a job."""
+    """Result of a function of this module on each rank of a job."""
     if PYTHON:
         return _elsewhere(fn, args, size)
     from tests.support.forked import run_jobs
@@ -186,7 +186,7 @@ def train(address: str, name: str, folder: str) -> dict[str, Any]:
 
 
 def tokens(address: str, name: str, text: str) -> list[int]:
-    """What the version's tokenizer makes of a text."""
+    """Tokens of a text by the version's tokenizer."""
     from weighbridge.integrations.transformers import tokenizer_from_weighbridge
 
     ids: list[int] = tokenizer_from_weighbridge(name, address)(text)["input_ids"]

@@ -1,4 +1,4 @@
-"""Where is TRL? In an environment of its own, beside vLLM, which `make test-frameworks` makes; tests that need it run there, or say why not.
+"""Environment of TRL, beside that of vLLM, made by `make test-frameworks`. Tests that need TRL run there, or are skipped with the reason.
 
 ``make test-frameworks`` names its Python in WEIGHBRIDGE_TRL_PYTHON. Variables of its processes are vLLM's.
 """

@@ -139,7 +139,7 @@ def adapted(base: Path, seed: int, **options: Any) -> Any:
 
 
 def goes_on(model: Any, prompt: str) -> tuple[str, float]:
-    """How a model goes on with a prompt, greedily, and by how much the token that comes is at least ahead of the next best one."""
+    """Greedy completion of a prompt, and the smallest lead of a chosen token's logit over the next best one."""
     asked = torch.tensor([[int(word[1:]) for word in prompt.split()]])
     with torch.no_grad():
         found = model.eval().generate(
@@ -212,7 +212,7 @@ def ask(
     prompt: str | Sequence[int] = PROMPT,
     **more: Any,
 ) -> Said | Refused:
-    """How a model goes on with the prompt, a text or its tokens, by a server."""
+    """Greedy completion of a prompt, given as a text or as tokens, by a model of a server."""
     body = {
         "model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "skip_special_tokens": False,
         "ignore_eos": True, **more,

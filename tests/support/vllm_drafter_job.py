@@ -26,7 +26,7 @@ TOKENS = 24
 
 
 class Engine:
-    """What is asked of an `LLM`."""
+    """An `LLM`, with the operations of the test."""
 
     def __init__(
         self, server: str, model: str, prompt: str, speculative: dict[str, Any], **extra: Any
@@ -51,7 +51,7 @@ class Engine:
         return found
 
     def says(self) -> list[Any]:
-        """How the prompt goes on, what part of the drafts was accepted, and which version the worker has."""
+        """Greedy completion of the prompt, the share of drafted tokens that was accepted, and the worker's ``served`` and ``stale``."""
         (found,) = self.llm.generate(
             [self._prompt], SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True), use_tqdm=False
         )

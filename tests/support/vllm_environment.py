@@ -1,4 +1,4 @@
-"""Where is vLLM? In an environment of its own, which `make install-vllm` makes; tests that need it run there, or say why not.
+"""Environment of vLLM, made by `make install-vllm`. Tests that need vLLM run there, or are skipped with the reason.
 
 ``make test-vllm`` names its Python in WEIGHBRIDGE_VLLM_PYTHON. WEIGHBRIDGE_VLLM_KERNELS=0 says that it has no kernels for CPUs, as
 ``make test-vllm-newest`` does: then nothing is computed, linear layers are not packed, and experts cannot be processed.
@@ -20,7 +20,7 @@ needs_vllm = pytest.mark.skipif(
 
 
 def environment() -> dict[str, str]:
-    """What vLLM's processes are started with: no network but loopback, and nothing of the user's caches."""
+    """Environment variables of vLLM's processes: no network but loopback, and none of the user's caches."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "VLLM_"))}
     root = str(Path(__file__).parents[2])
     return mine | {

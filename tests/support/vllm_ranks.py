@@ -135,7 +135,7 @@ def compute_differently(a: torch.nn.Module, b: torch.nn.Module) -> list[str]:
 
 
 def held_bytes(model: torch.nn.Module) -> int:
-    """Bytes of a rank's parameters that come of a checkpoint: all but the padding of vocabularies."""
+    """Bytes of a rank's parameters that a checkpoint fills: all but the padding of vocabularies."""
     total = 0
     for layer in model.modules():
         for parameter in layer._parameters.values():
@@ -175,7 +175,7 @@ def update(job: dict[str, Any]) -> dict[str, Any]:
     for number, folder in ((1, job["folder"]), (2, job["folder2"])):
         expected[number] = processed(config, by_vllm(engine_config({**job, "folder": folder})))
     if not (different(expected[1], expected[2]) and compute_differently(expected[1], expected[2])):
-        raise AssertionError("the versions cannot be told apart")
+        raise AssertionError("the versions do not differ")
     where = {name: p.data_ptr() for name, p in model.named_parameters()}
     if job.get("wrapped"):
         wrap_for_lora(model, config)
@@ -358,7 +358,7 @@ def wrap_for_lora(model: Any, config: Any) -> None:
 
 
 def wrap(job: dict[str, Any]) -> str:
-    """What is said of an engine that has renamed a layer after loading."""
+    """Error of an engine that has renamed a layer after loading, with the version that it serves."""
     from weighbridge.errors import WeighbridgeError
 
     config = engine_config(job)
@@ -471,7 +471,7 @@ def drafter(job: dict[str, Any]) -> dict[str, Any]:
     register()
     expected = {1: with_drafter(job), 2: with_drafter({**job, "folder": job["folder2"]})}
     if not all(map(different, expected[1][:2], expected[2][:2])):
-        raise AssertionError("the versions cannot be told apart")
+        raise AssertionError("the versions do not differ")
     extra = {"server": job["server"], "model": job["model"], "version": "1"}
     target, drafter, config = with_drafter(job, load_format="weighbridge", model_loader_extra_config=extra)
     found = {"started": different(target, expected[1][0]) + different(drafter, expected[1][1])}
@@ -571,7 +571,7 @@ def drafters_named(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse(job: dict[str, Any]) -> str:
-    """What is said of a version that does not fit; empty if nothing is."""
+    """Error that refuses a version which does not fit; empty if there is none."""
     from weighbridge import EngineClient
     from weighbridge import _lazy as lazy
     from weighbridge.errors import WeighbridgeError

@@ -41,7 +41,7 @@ def give_memory(worker: Any) -> None:
 
 
 class Engine:
-    """What is asked of an `LLM`."""
+    """An `LLM`, with the operations of the test."""
 
     def __init__(self, server: str, model: str, prompt: str, tokens: int) -> None:
         self._prompt, self._tokens = prompt, tokens
@@ -97,7 +97,7 @@ class Engine:
         self._core.call_utility("resume_scheduler")
 
     def says(self) -> str:
-        """How the prompt goes on, and the version that the engine names with it."""
+        """Greedy completion of the prompt."""
         (found,) = self.llm.generate(
             [self._prompt], SamplingParams(max_tokens=self._tokens, temperature=0), use_tqdm=False
         )
@@ -123,7 +123,7 @@ class Llm:
 
 
 def job(server: str, model: str, prompt: str, tokens: str, folder: str) -> dict[str, Any]:
-    """What is seen on the way."""
+    """Run the job; returns its observations by name."""
     engine = Engine(server, model, prompt, int(tokens))
     found: dict[str, Any] = {"first": engine.says()}
     engine.sleep(1)

@@ -29,7 +29,7 @@ def processor_seconds(action: Callable[[], object]) -> float:
 
 
 def answered(pending: Pending[T]) -> T:
-    """What a push answers, waited for in this thread as long as the call says."""
+    """Result of a push, awaited in this thread for the call's own timeout."""
     done = concurrent.futures.wait([pending.future], pending.seconds).done
     pending.leave()
     return pending.finish(bool(done))

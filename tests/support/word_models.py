@@ -41,7 +41,7 @@ def make_folder(folder: Path, seed: int, family: str = "llama") -> PreTrainedMod
 
 
 def said_by_transformers(model: PreTrainedModel) -> Answer:
-    """How `PROMPT` goes on, greedily, for `TOKENS` tokens."""
+    """Greedy completion of `PROMPT` by `TOKENS` tokens."""
     tokens = [int(word[1:]) for word in PROMPT.split()]
     with torch.no_grad():
         found = model.generate(

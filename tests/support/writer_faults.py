@@ -32,7 +32,7 @@ from weighbridge.errors import DataLoss
 from weighbridge_demo import ranks
 
 DEVICE = os.environ.get("WEIGHBRIDGE_WRITER_FAULTS_DEVICE", "cpu")
-"""Where tensors lie, ``cpu`` or ``cuda``. Copies of a GPU can be under way while nobody waits for them."""
+"""Device of the tensors, ``cpu`` or ``cuda``. Copies from a GPU can be in progress while no thread waits for them."""
 HIDDEN_SIZE = 256
 FIRST_TOKEN = 1 << 9
 """Smaller ones would make numbers that are not normal."""
@@ -41,7 +41,7 @@ _PUSH_SECONDS = 30.0
 _BUSY_CYCLES = 2_000_000_000
 """Of a GPU: for about a second it computes what copies wait for."""
 _CLOSE_SECONDS = 0.1
-"""How long a writer waits for its client to be closed before it does the next thing: closing may wait for the copy."""
+"""Seconds that a writer waits for its client to close before it goes on: closing may wait for the copy."""
 
 
 @functools.lru_cache(64)
@@ -57,12 +57,12 @@ def pattern(token: int) -> dict[str, np.ndarray]:
 
 
 def token_of(array: np.ndarray) -> int:
-    """The push that the first number of an array is of."""
+    """Token of the push that wrote the first number of an array."""
     return int(array.reshape(-1)[:1].view(np.uint32)[0]) >> _POSITION_BITS
 
 
 def tokens_in(array: np.ndarray) -> set[int]:
-    """Of which pushes an array has numbers."""
+    """Tokens of all pushes that wrote numbers of an array."""
     return {int(each) for each in np.unique(np.ascontiguousarray(array).view(np.uint32) >> _POSITION_BITS)}
 
 
@@ -86,12 +86,12 @@ class Push:
 
 
 class Outcome(NamedTuple):
-    """What became of a push, as its client was told.
+    """Outcome of a push, as its client received it.
 
     Attributes:
-        number: of the version; 0 if it failed.
-        lane: how its bytes went.
-        error: what it failed of.
+        number: number of the version; 0 if the push failed.
+        lane: lane of its bytes.
+        error: error of a failed push.
     """
 
     number: int
@@ -213,7 +213,7 @@ class _Writer:
 
 
 def _follow(address: str, orders: Connection) -> None:
-    """Do what is ordered until nobody is there to order anything."""
+    """Carry out orders until the other end of the pipe is closed."""
     writer = _Writer(address, orders)
     with contextlib.suppress(EOFError):
         while True:
@@ -235,7 +235,7 @@ class Child:
         self._descriptor = os.pidfd_open(pid)
 
     def end(self) -> None:
-        """End it; returns when it has let go of everything."""
+        """Kill it; returns once the kernel has released its resources."""
         if self._descriptor >= 0:
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
             assert select.select([self._descriptor], [], [], 20)[0]
@@ -264,7 +264,7 @@ class WriterProcess:
             self._hear("halted")
 
     def ended(self) -> Outcome:
-        """What became of the push."""
+        """Wait for the push to end, and return its outcome."""
         outcome: Outcome = self._hear("ended")
         return outcome
 

@@ -16,7 +16,7 @@ class Status(Enum):
 
 
 def partition(parameter: Any, rank: int, ranks: int, *, persistent: bool = False) -> None:
-    """Leave a rank its range of a parameter, padded with numbers that are nobody's; all of it besides, if it is persistent."""
+    """Partition a parameter: the rank keeps its range, padded with numbers of no parameter, and the whole parameter too if it is persistent."""
     whole = parameter.detach().clone()
     size = -(-whole.numel() // ranks)
     padded = torch.cat(

@@ -32,7 +32,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "models": ("configs",),
     "services": ("grpc", "http", "lane"),
 }
-"""Which module has which targets: a process imports only what it runs."""
+"""Targets by module: a process imports only the module of its target."""
 NAMES = tuple(name for names in MODULES.values() for name in names)
 
 

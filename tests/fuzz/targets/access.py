@@ -76,7 +76,7 @@ def _tokens() -> list[bytes]:
 
 @contextmanager
 def _access() -> Iterator[Parse]:
-    """What a call shows, at a service that trusts an issuer."""
+    """Parser of a call's evidence at a service that trusts an issuer."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "policy.toml"
         text = _POLICY.decode().replace("/etc/weighbridge/jwks.json", str(_issuer().keys))

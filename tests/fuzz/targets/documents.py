@@ -1,4 +1,4 @@
-"""Targets that are stored documents: whoever can write to a store, or damages one, says what stands in them."""
+"""Targets that are stored documents: any writer of a store can forge their content, and any fault can damage it."""
 
 from __future__ import annotations
 

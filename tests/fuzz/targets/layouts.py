@@ -48,7 +48,7 @@ def _whole() -> list[list[list[Any]]]:
 
 
 def _plan(data: bytes) -> None:
-    """What ranks declare leads to a plan that fills each byte of the files once, or is refused."""
+    """Layouts that ranks declare lead to a plan that fills each byte of the files once, or are refused."""
     try:
         ranks = json.loads(data)
         layouts = [

@@ -1,7 +1,7 @@
 """Targets that are whole services: calls over gRPC, requests over HTTP, and sessions of the local lane, answered by the code that answers
 them in production, without a network between.
 
-What others may not touch is pulled and compared in the end.
+At the end, the model that no input may touch is pulled and compared.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PATIENCE = 30.0
 _MOST_RESPONSES = 4
 _MEMORY = Path("/dev/shm")
 _BOUNDS = Bounds(seconds=8.0, mb=128.0)
-"""What calls before have left to be done counts, too."""
+"""Limits that leave room for work that earlier calls have left to be done."""
 
 
 class Fault(AssertionError):
@@ -89,11 +89,11 @@ def _served(*models: str, **settings: Any) -> Iterator[tuple[RunningService, Tin
 
 
 class _Context:
-    """What gRPC gives a handler, with messages that are there already.
+    """gRPC's context of a handler, with messages that have arrived already.
 
     Args:
-        messages: of the request.
-        host: of the caller.
+        messages: messages of the request.
+        host: address of the caller.
     """
 
     def __init__(self, messages: Sequence[bytes], host: str) -> None:
@@ -107,7 +107,7 @@ class _Context:
         return next(self._messages, grpc.aio.EOF)
 
     async def send_initial_metadata(self, metadata: Any) -> None:
-        """Nobody waits for it."""
+        """Ignored: no caller waits for it."""
 
     async def write(self, message: bytes) -> None:
         self._responses += 1

@@ -108,7 +108,7 @@ _READ: Mapping[type[Message], Callable[[Any], object]] = {
     resources_pb2.Collection: lambda message: wire.read(Collection, message),
     error_details_pb2.ErrorInfo: _read_error,
 }
-"""What reads messages, on both sides."""
+"""Readers of messages, of both sides."""
 _KINDS = tuple(_READ)
 
 
@@ -300,7 +300,7 @@ class _Room:
 
 
 def _frame(data: bytes) -> None:
-    """What comes over a Unix socket, read by either side."""
+    """Bytes that come over a Unix socket, read as either side reads them."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         sender = threading.Thread(target=_sent, args=(theirs, data), daemon=True)
@@ -358,7 +358,7 @@ _PLACES = {"model.safetensors": (0, 64), "other.safetensors": (1, 0)}
 
 
 def _lane_plan(data: bytes) -> None:
-    """What a service says of where shards lie: no copy may go beyond a shard or a memory."""
+    """Plan of a service for the shards' places: no copy may go beyond a shard or a memory."""
     plan = local_lane_pb2.LanePlan.FromString(data[1:])
     sizes = (256, 128)
     for shard, placement in zip(

@@ -1,4 +1,4 @@
-"""What a stored document's reader refuses, and what it keeps without knowing it."""
+"""Does the reader of stored documents refuse what is invalid, and keep fields that it does not know?"""
 
 from __future__ import annotations
 

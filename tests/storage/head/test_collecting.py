@@ -1,4 +1,4 @@
-"""Collections: what is not kept is deleted, all of it and nothing else, whoever collects, reads, writes or dies meanwhile."""
+"""Do collections delete everything that is not kept, and nothing else, beside other collections, readers, writers and crashes?"""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ NBYTES = 77
 
 
 class Bench:
-    """A model in a store, with a clock that only moves when it is told to."""
+    """A model in a store, with a clock that only the test moves."""
 
     def __init__(self, store: ObjectStore, retention: Retention | None = None) -> None:
         self.store = store
@@ -158,7 +158,7 @@ class Bench:
         return names(self.head.root, partial(self.heads.load_node, SMOL))
 
     def check_readable(self) -> None:
-        """What the head lists is complete."""
+        """Check that each version that the head lists is complete."""
         for number in self.versions:
             for name in ("config.json", "model.safetensors", MANIFEST_FILE):
                 assert self.store.get(version_key(SMOL, number, name))[0] == content(number, name)
@@ -191,8 +191,8 @@ def test_what_is_not_kept_is_gone_after_the_grace_time_and_everything_else_is_th
     end_ms = bench.now_ms + GRACE.ms
     assert first.waiting == tuple(WaitingVersion(number, end_ms, 0) for number in (1, 3, 4))
     assert first.deleted == ()
-    assert set(bench.versions) == {2, 5, 6}, "nobody finds them any more"
-    assert bench.folders() == {1, 2, 3, 4, 5, 6}, "and who is reading them still does"
+    assert set(bench.versions) == {2, 5, 6}, "readers do not find them any more"
+    assert bench.folders() == {1, 2, 3, 4, 5, 6}, "earlier readers still read them"
 
     bench.now_ms = end_ms - 1
     assert bench.collect() == replace(first, retired=())
@@ -209,7 +209,7 @@ def test_a_collection_that_has_nothing_to_do_writes_nothing_and_reports_nothing(
     bench.add(3)
     bench.keep(keep_last=1)
     bench.collect_all()
-    for _ in range(2):  # the nodes of before wait for a grace time of their own
+    for _ in range(2):  # replaced tree nodes wait for a grace time of their own
         bench.now_ms += GRACE.ms
         bench.collect()
     before = everything(bench.store)

@@ -152,7 +152,7 @@ def test_a_release_that_does_not_know_deletion_refuses_the_model_from_then_on(
 ) -> None:
     bench.add()
     bench.delete()
-    for registered in (False, True):  # it would put files of now where collections sweep those of before
+    for registered in (False, True):  # that release would write new files where collections delete old ones
         if registered:
             bench.register(files_id_of(2, "f"))
         with monkeypatch.context() as patch:

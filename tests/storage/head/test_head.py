@@ -220,7 +220,7 @@ def test_a_head_ends_with_the_digest_of_what_comes_before_it() -> None:
 
 @given(st.data())
 def test_any_value_in_a_head_is_refused_or_kept(data: st.DataObject) -> None:
-    """Whoever writes a head with a right digest may write it otherwise than this release does, or be wrong."""
+    """A head with a right digest may come from another release or from a faulty writer."""
     text = bytearray(text_of(good())[:-77])
     text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
     try:

@@ -1,4 +1,4 @@
-"""Is a change of a head made exactly once, whoever else changes it and whatever the store answers?"""
+"""Is a change of a head made exactly once, with concurrent writers and whatever the store answers?"""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class LyingStore(ObjectStore):
     """A store whose responses go wrong. ``script`` says how, one word for each put.
 
     ``ok``; ``refused`` (nothing is written) or ``lost`` (it is written), both with the error given; ``late`` (an error,
-    and it is written before the next put); ``late-read`` (likewise, after the next read).
+    and it is written before the next put); ``late-read`` (an error, and it is written after the next read).
     """
 
     def __init__(self, inner: ObjectStore, script: list[str], error: type[Exception]) -> None:

@@ -33,7 +33,7 @@ def opened(head: Head, said: Said | None = None, request_id: str = "") -> tuple[
 
 
 def entry_of(number: int, *held: str) -> VersionEntry:
-    """What is published of a version that was found to be held for these reasons."""
+    """Entry of a published version that is held for these reasons."""
     return VersionEntry(number, 1, "r", 5, 10, 1, "", CLAIM, held=held)
 
 
@@ -48,7 +48,7 @@ def approval(*reasons: str, at: int = 7) -> Approval:
 
 
 def written(head: Head) -> Head:
-    """The head as somebody reads it who has not written it."""
+    """The head as another process reads it."""
     return Head.from_json(replace(head, generation=max(head.generation, 1)).to_json())
 
 

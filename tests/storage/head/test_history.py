@@ -145,7 +145,7 @@ def tree_in(store: ObjectStore) -> set[str]:
 
 
 def cost_of_pushes(watched: Watched, heads: HeadStore) -> Counter[str]:
-    """Bytes of pushes, each with a page of the newest versions and a look at the one before."""
+    """Bytes of pushes, each followed by reads of a page of the newest versions and of the previous version."""
     watched.nbytes.clear()
     for _ in range(PUSHES):
         number = push(heads)
@@ -234,7 +234,7 @@ def test_a_tag_may_name_a_version_in_the_tree_and_keeps_it_there(watched: Watche
         heads.edit(SMOL, lambda history: (delete_versions(history, [5], 5), None))
 
 
-# --- crashes, rivals and readers of before --------------------------------------------------------------------------
+# --- crashes, rivals and readers with old heads ---------------------------------------------------------------------
 
 
 class Killed(BaseException):

@@ -1,4 +1,4 @@
-"""Is what a namespace holds known without reading its heads, whoever writes at one time and whatever is lost?"""
+"""Are the contents of a namespace known without reading its heads, with concurrent writers and after any loss?"""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def state_of(head: Head, request_id: str) -> str:
 
 
 def written(head: Head) -> Head:
-    """The head as somebody reads it who has not written it."""
+    """The head as another process reads it."""
     return Head.from_json(head.to_json())
 
 

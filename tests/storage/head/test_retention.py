@@ -1,4 +1,4 @@
-"""Which versions are kept: what the rules and refs speak for, no more and no less, whatever happens later."""
+"""Are the versions kept that rules and refs require, no more and no less, whatever happens later?"""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_a_mapping_that_the_kernel_refuses_is_an_error_and_leaves_nothing() -> N
 
 
 def _fail_to_collapse(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Let huge pages fail on this machine, which has told nobody so far."""
+    """Let huge pages fail on this machine, with no failure logged so far."""
 
     def refuse(address: int, nbytes: int, advice: int) -> Any:
         if advice == regions.COLLAPSE:

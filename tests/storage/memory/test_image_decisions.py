@@ -114,7 +114,7 @@ class AdmissionInAnyOrder(RuleBasedStateMachine):
         self._try(self.asked, request, too_large=pages > BUDGET)
 
     def _try(self, number: int, request: ImageRequest, *, too_large: bool = False) -> bool:
-        """Take an image if it is to be had; whether it was."""
+        """Try to take an image; returns whether the request was admitted."""
         image, refused = None, False
         try:
             image = request.take()
@@ -168,7 +168,7 @@ class AdmissionInAnyOrder(RuleBasedStateMachine):
         assert self.admitted == sorted(self.admitted)
 
     def teardown(self) -> None:
-        """Whoever still waits is admitted when the others are done."""
+        """Requests that still wait are admitted when the others are done."""
         self.others = 0
         while self.line:
             for number in list(self.held):

@@ -1,4 +1,4 @@
-"""Are images what a version needs: room that is really there, used again, and kept while somebody looks?"""
+"""Do images have the memory that a version needs: really allocated, used again, and kept while a reader uses it?"""
 
 from __future__ import annotations
 

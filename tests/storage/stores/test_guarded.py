@@ -88,12 +88,12 @@ def test_the_breaker_is_open_from_a_call_in_vain_among_no_answers_to_the_next_an
 
 
 class HungStore(LocalStore):
-    """A folder whose calls hang while it is told so, as on a network file system whose server is away.
+    """A folder whose calls a test can make hang, as on a network file system whose server is away.
 
     Attributes:
-        hangs: which keys' calls do.
-        count: how many hang now.
-        finished: what was carried out after it had hung.
+        hangs: whether calls for a key hang.
+        count: number of calls that hang now.
+        finished: calls that were carried out after they had hung.
     """
 
     def __init__(self, root: Path) -> None:

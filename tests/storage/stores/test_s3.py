@@ -1,4 +1,4 @@
-"""What does a store on S3 promise beyond other stores: parts, bounded memory, nothing left behind, clear errors?"""
+"""Does a store on S3 keep what it promises beyond other stores: parts, bounded memory, nothing left behind, clear errors?"""
 
 from __future__ import annotations
 

@@ -172,10 +172,10 @@ def test_a_server_that_is_gone_is_said_to_be(aws_environment: None) -> None:
 
 
 class Witness:
-    """Makes calls on a store that fails, and notes what it said of each write.
+    """Client of a store that fails, which records the reported outcome of each write.
 
     Attributes:
-        said: by the written content's id, ``done``, ``refused`` (nothing was written) or ``unknown``.
+        said: outcomes by the written content's id: ``done``, ``refused`` (nothing was written) or ``unknown``.
     """
 
     def __init__(self, store: ObjectStore) -> None:
@@ -183,7 +183,7 @@ class Witness:
         self.said: dict[str, str] = {}
 
     def put(self, key: str, name: str, data: bytes | list[bytes], mode: PutMode) -> str:
-        """What the store says became of a write."""
+        """Write an object; returns the outcome that the store reports."""
         try:
             self.store.put(key, data, mode=mode)
             answer = "done"
@@ -195,7 +195,7 @@ class Witness:
         return answer
 
     def append(self, key: str, name: str) -> None:
-        """Read a list, put a line at its end, and write it back if nobody else has; try again on a refusal."""
+        """Append a line to a list by compare-and-swap; try again after a refusal."""
         for attempt in range(10):
             line = f"{name}.{attempt}"
             try:
@@ -229,7 +229,7 @@ def found_or_none(store: ObjectStore, key: str) -> bytes | None:
 def check_race(
     store: ObjectStore, key: str, said: dict[str, str], contents: dict[str, bytes], most_winners: int = 1
 ) -> None:
-    """Of those who were to create an object, one that reports it has done so, and nobody who was refused."""
+    """Of the writers that race for an object, one that reported success wrote it, and no refused writer did."""
     content = found_or_none(store, key)
     winners = [name for name, answer in said.items() if answer == "done"]
     possible = [name for name, answer in said.items() if answer != "refused"]

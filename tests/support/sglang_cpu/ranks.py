@@ -1,7 +1,7 @@
-"""One rank of an SGLang engine without a server around it: models are built, loaded and updated as told on standard input.
+"""One rank of an SGLang engine without a server around it: models are built, loaded and updated by commands on standard input.
 
-Runs in SGLang's environment: ``python ranks.py RANK TP EP PORT``. Each line that comes is a list ``[command, argument...]``, and gets one line
-with JSON as its answer; every rank of an engine is told the same.
+Runs in SGLang's environment: ``python ranks.py RANK TP EP PORT``. Each input line is a list ``[command, argument...]``, and gets one line
+with JSON as its answer; every rank of an engine receives the same lines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weighbridge.integrations.sglang.model import number_to_update_to, sglang_ra
 
 builder = Builder(*map(int, sys.argv[1:]))
 ANSWER = "answer "
-"""What answers begin with; SGLang prints to standard output too."""
+"""Prefix of answers; SGLang prints to standard output too."""
 
 log = logging.getLogger(__name__)
 models: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What SGLang imports on any machine and only has for GPUs, stood in for by names without code; put this folder on PYTHONPATH.
+"""Names without code for what SGLang imports on any machine and has for GPUs alone; put this folder on PYTHONPATH.
 
 SGLang 0.5.23 has no package of kernels for CPUs on PyPI, and torchvision's wheels there need CUDA. Whatever is computed by one of
 these names fails; constructing a model, loading its weights and everything that plain PyTorch computes needs none of them.
