@@ -48,7 +48,7 @@ def block_of(module: str) -> str:
 
 
 def write_adapter(folder: Path, modules: dict[str, tuple[int, int]], layers: int, rank: int) -> int:
-    """Write an adapter as peft does, of random bf16 bits; gives its bytes."""
+    """Write an adapter of random bf16 bits as peft does; returns its bytes."""
     folder.mkdir()
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(modules)}
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -67,7 +67,7 @@ class Adapters:
 
     Args:
         service: the service.
-        client: of it.
+        client: client of the service.
         adapter: folder of an adapter.
     """
 

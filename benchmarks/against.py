@@ -27,9 +27,9 @@ class Ratio:
     """Ratio of two times over several rounds.
 
     Attributes:
-        median: of the rounds' ratios.
+        median: median of the rounds' ratios.
         low, high: ends of the interval of the median.
-        rounds: how many there were.
+        rounds: number of rounds.
     """
 
     median: float

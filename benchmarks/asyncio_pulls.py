@@ -35,7 +35,7 @@ from weighbridge.v1 import weight_service_pb2
 _TICK = 0.001
 
 Way: TypeAlias = Callable[[], tuple[float, list[float]]]
-"""Pulls everything; gives the seconds, and by how many seconds a loop was late."""
+"""A way to pull everything: returns the seconds, and the delays in seconds of a task on the same loop."""
 
 
 async def measured(work: Callable[[], Awaitable[object]]) -> tuple[float, list[float]]:
@@ -62,9 +62,9 @@ class Bench:
     """The tensors of one model, and ways of pulling them.
 
     Args:
-        address: of the service.
+        address: address of the service.
         layout: the model's whole tensors.
-        connections: of each client.
+        connections: connections of each client.
     """
 
     def __init__(self, address: str, layout: Layout, connections: int) -> None:
@@ -83,7 +83,7 @@ class Bench:
             return time.perf_counter() - started, []
 
     async def into(self, lane: str) -> tuple[float, list[float]]:
-        """The asyncio client, into tensors that are there."""
+        """Pull with the asyncio client into existing tensors."""
         async with AsyncEngineClient(self._address, lane=lane, connections=self._connections) as client:
             pull = client.pull(MODEL)
             await pull.plan()

@@ -48,8 +48,8 @@ class Doors:
     """All doors of one service.
 
     Attributes:
-        control: of calls that carry no weights.
-        bulk: of pulls and pushes.
+        control: door of calls that carry no weights.
+        bulk: door of pulls and pushes.
         http: the HTTP face.
         lane: the Unix socket.
     """
@@ -65,11 +65,11 @@ class Part:
     """Connections that are all alike.
 
     Attributes:
-        name: what they do.
-        door: where they connect.
-        connections: how many.
+        name: description of the connections.
+        door: address that they connect to.
+        connections: number of connections.
         calls: gRPC calls on each; 0 for connections that do not speak HTTP/2.
-        paths: of the calls, in turn.
+        paths: paths of the calls, in turn.
         opening: bytes that are sent on each call, or on each connection if there are no calls, as hexadecimal digits.
         withheld: bytes that are sent after that; one more is announced and never sent.
         ends: whether a call's request stream ends after the opening.
@@ -167,7 +167,7 @@ def withheld(doors: Doors, path: str) -> list[Part]:
 
 
 def withheld_lane(doors: Doors) -> list[Part]:
-    """Clients of the Unix socket who say who they are, and announce the most that there can be."""
+    """Clients of the Unix socket that send their hello, then announce the largest message and withhold its last byte."""
     hello = local_lane_pb2.LaneRequest(
         id=1, hello=local_lane_pb2.LaneHello(client_id="siege")
     ).SerializeToString()
@@ -214,8 +214,8 @@ class Attack:
     """A named attack.
 
     Attributes:
-        parts: what it consists of, given the doors and a model.
-        descriptors: how many the service is allowed while it is tried; None for as many as the machine allows.
+        parts: makes the parts of the attack, given the doors and a model.
+        descriptors: limit of the service's descriptors during the attack; None for the machine's limit.
     """
 
     parts: Callable[[Doors, str], Sequence[Part]]

@@ -72,7 +72,7 @@ class Repeated:
     """Something that is done again and again, in a thread of its own.
 
     Args:
-        name: what it is.
+        name: name of the task.
         does: does it once; is given what notes bytes that have come.
         pause: seconds in between.
     """
@@ -88,7 +88,7 @@ class Repeated:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def end_window(self) -> Window:
-        """The window that ends now; the next one begins."""
+        """End the window and return it; the next one begins."""
         with self._lock:
             now = time.monotonic()
             window, self._window = self._window, Window()

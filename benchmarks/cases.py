@@ -41,10 +41,10 @@ class Case:
 
     Attributes:
         gigabytes: about how large the model is.
-        clients: how many trainer ranks push, and how many engines pull.
+        clients: number of trainer ranks that push, and of engines that pull.
         cut: one of `benchmarks.cuts.CUTS`.
         lane: ``grpc`` or ``local``.
-        device: where clients' tensors lie, ``cpu`` or ``cuda``.
+        device: device of the clients' tensors, ``cpu`` or ``cuda``.
     """
 
     gigabytes: float
@@ -66,7 +66,7 @@ class Figures:
         nbytes: ``model``, ``pushed`` and ``arrived`` of one push, ``asked`` and ``pulled`` of one pull, of all clients together.
         memory: bytes beyond the start: ``service``, ``trainer``, ``engine`` (of a process, the largest) and ``together`` as
             proportional sets, ``*_high_water_mark`` as resident ones.
-        lanes: which lanes were taken.
+        lanes: lanes that were taken.
         verified: whether engines had the very bytes that trainers pushed; None if slices and shards are cut differently.
     """
 
@@ -119,12 +119,12 @@ def run_case(
     """Measure a case with a service of its own.
 
     Args:
-        case: which case.
-        rounds: how many rounds count.
-        folder: an empty folder for the store; there is nothing in it in the end that is needed.
-        while_serving: is called with the service when one version is durable and clients are gone.
-        warm_up: how many rounds come before and do not count; a service needs two until it has all its buffers.
-        before: is called with a client when the model is registered and nothing has been pushed.
+        case: the case.
+        rounds: number of rounds that count.
+        folder: an empty folder for the store, whose content is not needed afterwards.
+        while_serving: called with the service when one version is durable and clients are gone.
+        warm_up: number of rounds before those that count; a service needs two until it has all its buffers.
+        before: called with a client when the model is registered and nothing has been pushed.
         pulls: whether engines pull, too.
 
     Raises:
@@ -145,8 +145,8 @@ def run_in_turn(
     """Measure a case with the code of several checkouts, which take turns in each round; others begin in each.
 
     Args:
-        case: which case.
-        rounds: how many rounds count.
+        case: the case.
+        rounds: number of rounds that count.
         folder: an empty folder for the stores.
         checkouts: roots of the checkouts; None is the code of this process.
         warm_up: as for `run_case`.
@@ -172,10 +172,10 @@ class _Side:
     """A service that a case is measured with.
 
     Attributes:
-        figures: what was measured so far.
-        checkout: whose code it and its clients run; None for that of this process.
-        spec: of its trainers.
-        service: where it is.
+        figures: measurements so far.
+        checkout: checkout whose code it and its clients run; None for that of this process.
+        spec: specification of its trainers.
+        service: address of the service.
         admin: a client of it.
         start: memory that it had in the beginning, in bytes.
     """

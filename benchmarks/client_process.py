@@ -45,8 +45,8 @@ class ClientSpec:
         cut: one of `cuts.CUTS`.
         lane: which lane to take.
         clients: number of clients with this role.
-        rank: which of them, from 0.
-        device: where its tensors lie, ``cpu`` or ``cuda``.
+        rank: this client's number, from 0.
+        device: device of the tensors, ``cpu`` or ``cuda``.
     """
 
     role: str
@@ -176,7 +176,7 @@ class EngineProcess:
         self.nbytes = layout.nbytes
 
     def pull(self, at: float) -> dict[str, Any]:
-        """Pull into tensors that are there already; ``seconds`` with planning, and ``bytes`` of the tensors that came."""
+        """Pull into existing tensors; ``seconds`` with planning, and ``bytes`` of the tensors that came."""
         _wait_until(at)
         pull = self._client.pull(MODEL, "live", self._request)
         came = sum(tensor.nbytes for _, tensor in pull.filled(self._tensors.__getitem__))
@@ -204,7 +204,7 @@ class EngineProcess:
         return {"digest": _digest(self._tensors)}
 
     def memory(self) -> dict[str, Any]:
-        """The kernel's ``high_water_mark`` beyond the start: room for the slices is there, nothing pulled yet."""
+        """The kernel's ``high_water_mark`` beyond the start, with memory for the slices allocated and before the first pull."""
         return {"high_water_mark": self._memory.beyond_start}
 
 

@@ -20,7 +20,7 @@ from benchmarks.memory import memory_of
 _LIMIT_SECONDS = 900.0
 """Clients that have not answered by then are ended."""
 _HEAD_START_SECONDS = 0.05
-"""Until the clocks start, so that all clients have the command by then."""
+"""Seconds until the clocks start, so that all clients have the command by then."""
 
 
 class ClientError(RuntimeError):
@@ -51,7 +51,7 @@ class Clients:
         return sum(map(processes.processor_seconds, self.pids))
 
     def start(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Let all clients do something, beginning at one moment; their answers."""
+        """Let all clients run a command that begins at one moment; returns their answers."""
         return self.ask(do, at=time.monotonic() + _HEAD_START_SECONDS, **arguments)
 
     def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:

@@ -61,7 +61,7 @@ class Comparison:
         gigabytes: about how large the model is.
         lane: which lane our clients take.
         only: names of the peers that run; all if empty.
-        folder: for everything that is written.
+        folder: folder for everything that is written.
     """
 
     def __init__(self, gigabytes: float, lane: str, only: list[str], folder: Path) -> None:

@@ -64,7 +64,7 @@ class Subject:
     Attributes:
         address: its gRPC address.
         pid: its process.
-        requests: how many requests it has made to its store; None if it has none.
+        requests: number of requests to its store so far; None if it has no store.
     """
 
     address: str
@@ -91,7 +91,7 @@ class Mover:
     """Moves the tag between two versions.
 
     Args:
-        address: of whom it asks to.
+        address: address of the server that it asks to move the tag.
     """
 
     def __init__(self, address: str) -> None:
@@ -114,7 +114,7 @@ class Watching:
     """Processes that watch.
 
     Args:
-        running: of `benchmarks.watcher_process`.
+        running: processes of `benchmarks.watcher_process`.
     """
 
     def __init__(self, running: Sequence[subprocess.Popen[str]]) -> None:
@@ -135,7 +135,7 @@ class Watching:
             yield Watching(running)
 
     def heard(self, number: int, seconds: float) -> Heard:
-        """When each watch heard of a version."""
+        """Moments at which each watch received a version."""
         for process in self._running:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"number": number, "seconds": seconds}) + "\n")
@@ -160,10 +160,10 @@ def measure(name: str, subject: Subject, case: Case, settings: Settings, other: 
     """Measure a server.
 
     Args:
-        name: of it.
+        name: name of the server.
         subject: the server; its tag names version 1 of two.
-        case: how many watch.
-        settings: how.
+        case: number of watches and connections.
+        settings: settings of the measurement.
         other: address of another server over the same store; None if there is none.
     """
     with ExitStack() as stack:
@@ -213,7 +213,7 @@ def two_services(model: TinyModel, folder: Path, s3: bool) -> Iterator[tuple[Ser
     """Two services over one store with two versions, the first of them tagged.
 
     Args:
-        model: what they are versions of.
+        model: model of the versions.
         folder: an empty folder.
         s3: whether the store is SeaweedFS.
     """

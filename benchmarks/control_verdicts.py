@@ -11,12 +11,12 @@ from benchmarks import report
 from benchmarks.siege_verdicts import percentile
 
 MOST_P99_SECONDS = 0.5
-"""With one watch on each connection. With several, the bare server next to it says what there can be."""
+"""Limit with one watch on each connection. With several watches, the bare server next to it shows what is possible."""
 MOST_CONNECTION_BYTES = 60_000
-"""Of one connection with one watch."""
+"""Limit for one connection with one watch."""
 MOST_IDLE_CORES = 0.01
 MOST_MORE_REQUESTS = 0.2
-"""By how many requests a second a store may be asked more often for all watches than for one: what else it is asked has its own times."""
+"""Most additional requests a second to the store for all watches, compared with one watch. Other requests to it have their own schedule."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class Verdict:
     """One figure next to that of the bare server.
 
     Attributes:
-        name: what it is.
+        name: name of the figure.
         ours, bare: as people read them.
-        ratio: of the two; empty if there is none.
+        ratio: ratio of the two; empty if there is none.
         goal: empty if there is none.
         ok: whether the goal was met; None if there is none.
     """
@@ -131,7 +131,7 @@ class Verdict:
 
 
 def latencies(moves: Iterable[Move]) -> list[float]:
-    """Those of all watches; infinite for who has not heard."""
+    """Latencies of all watches; infinite for a watch that has not received a move."""
     return [each for move in moves for each in (*move.latencies, *[math.inf] * move.missing)]
 
 

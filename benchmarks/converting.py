@@ -69,7 +69,7 @@ def settle(source: Path) -> None:
 
 
 def run(*command: str) -> float:
-    """Run a command to its end; how many seconds it took."""
+    """Run a command to its end; returns the seconds that it took."""
     started = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

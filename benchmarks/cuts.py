@@ -36,7 +36,7 @@ def trainer_shards(
         model: ``namespace/name``.
         specs: the model's tensors in Hugging Face's space.
         clients: number of ranks.
-        rank: which one, from 0.
+        rank: number of the rank, from 0.
     """
     if cut in ("megatron", "stages"):
         stages = NODES if cut == "stages" else 1

@@ -24,7 +24,7 @@ from weighbridge_storage.versions.digests import BLOCK_BYTES, digest_file
 
 BF16 = parse("bf16")
 _SHAPES = ((1536, 576), (576, 1536), (576,), (576, 576), (576, 192))
-"""Those of a small model's layer: many tensors are the expensive case."""
+"""Shapes of a small model's layer: many tensors are the expensive case."""
 
 
 def model(gigabytes: float) -> tuple[FilesLayout, ByteArray]:

@@ -25,7 +25,7 @@ from weighbridge import Retention, TrainerClient
 
 MODEL = "bench/policy"
 Seconds = list[dict[str, list[float]]]
-"""Of each rank, by way, of each round."""
+"""For each rank, seconds of each round by way."""
 _SENDING_JOB = Path(__file__).parents[1] / "tests" / "support" / "sending_job.py"
 
 
@@ -34,7 +34,7 @@ class Work:
     """Work of a framework's ranks.
 
     Attributes:
-        folder: for logs.
+        folder: folder for logs.
         server: address of the service.
         hf: folder of the model.
         lane: lane of the weights.
@@ -87,7 +87,7 @@ FRAMEWORKS = {
     "vllm": (trl_environment.PYTHON, _of_trainer("vllm")),
     "areal": (areal_jobs.PYTHON, _of_areal),
 }
-"""By name, the Python of its environment, and what measures it."""
+"""For each framework, the Python of its environment and the function that measures it."""
 
 
 def measure(framework: str, folder: Path, gigabytes: float, lane: str, rounds: int) -> dict[str, float]:

@@ -54,11 +54,11 @@ class Counts:
 
 
 class Connection:
-    """One connection that says its opening, sends zeros, and stays.
+    """One connection that sends its opening, then zeros, and stays open.
 
     Args:
-        part: of which it is one.
-        counts: where it is counted.
+        part: part of the attack that it belongs to.
+        counts: counts of that part.
     """
 
     def __init__(self, part: Mapping[str, Any], counts: Counts) -> None:
@@ -112,7 +112,7 @@ class Connection:
         return take > 0
 
     def readable(self) -> bool:
-        """Read what has come; whether the connection goes on. Raises OSError if it is gone."""
+        """Read what has come; returns whether the connection is still open. Raises OSError if it is gone."""
         with contextlib.suppress(BlockingIOError):
             while data := self.socket.recv(_READ_BYTES):
                 self.received(data)

@@ -88,7 +88,7 @@ class Service:
     """A running service that counts.
 
     Args:
-        process: of `benchmarks.counted_service`.
+        process: process of `benchmarks.counted_service`.
 
     Attributes:
         address: its gRPC address.
@@ -128,9 +128,9 @@ class Pushing:
     """Pushes versions whose weights are not those of the version before, which would be copied within the store.
 
     Args:
-        model: whose weights they are, but for one tensor.
+        model: model whose weights are pushed, one tensor of them changed.
         service: receives them.
-        page: how many are listed at a time.
+        page: number of versions in a listed page.
     """
 
     def __init__(self, model: TinyModel, service: Service, page: int) -> None:
@@ -227,10 +227,10 @@ def measure(
     """Make few of something at one service and many at another one, and measure both.
 
     Args:
-        subjects: gives what there become many of at a service, of which so many are listed at a time.
+        subjects: makes versions or models at a service, with so many of them in a listed page.
         services: one for few, and one for many.
-        count: how many there are at the end.
-        size: how many are measured at both ends.
+        count: number of versions or models at the end.
+        size: number of those measured at either end.
 
     Returns:
         A window near the beginning, behind the first page if there are enough for that, and one at the end.
@@ -265,9 +265,9 @@ class Verdict:
     """A figure near the beginning and at the end.
 
     Attributes:
-        name: what was measured.
+        name: name of the measurement.
         first, last: typical values; seconds, bytes or a number.
-        grown: how many times as much; of memory, bytes.
+        grown: ratio of the last value to the first; for memory, bytes.
         ok: whether that is within its limit.
     """
 

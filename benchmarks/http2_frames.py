@@ -33,7 +33,7 @@ class Frame:
         kind: its type.
         flags: its flags.
         stream: to which it belongs; 0 is the connection.
-        payload: what is in it.
+        payload: bytes after the head.
     """
 
     kind: int
@@ -53,7 +53,7 @@ class Frame:
 
     @property
     def increment(self) -> int:
-        """By how much a WINDOW_UPDATE frame widens a window, in bytes."""
+        """Bytes by which a WINDOW_UPDATE frame widens a window."""
         return int(_NUMBER.unpack(self.payload)[0]) & LARGEST_WINDOW
 
 

@@ -23,8 +23,8 @@ class Memory:
     """Memory of a process and its children in bytes.
 
     Attributes:
-        anonymous: what no file stands behind, shared memory included.
-        proportional: everything, in proportion to who shares it.
+        anonymous: bytes with no file behind them, shared memory included.
+        proportional: all bytes; shared ones are divided by the number of processes that share them.
     """
 
     anonymous: int

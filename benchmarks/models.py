@@ -61,7 +61,7 @@ def _layer(hidden: int) -> int:
 
 
 def write_config(config: dict[str, object], folder: Path) -> bytes:
-    """Write the model's folder, without weights; the content of ``config.json``."""
+    """Write the model's folder, without weights; returns the content of ``config.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(config).encode()
     (folder / "config.json").write_bytes(text)
@@ -95,7 +95,7 @@ def read_specs(path: Path) -> list[TensorSpec]:
 
 
 _FINITE = 0xBFBF_BFBF_BFBF_BFBF
-"""Without the highest bit of each exponent no number of any dtype is NaN or infinite: versions with such elements are held."""
+"""Mask that clears the highest bit of each exponent, so that no number of any dtype is NaN or infinite: versions with such elements are held."""
 
 
 class RandomBits:
@@ -106,8 +106,8 @@ class RandomBits:
 
     Args:
         sizes: bytes of the tensors to be made.
-        seed: which bits.
-        device: where the tensors lie; on a GPU they share one storage.
+        seed: seed of the bits.
+        device: device of the tensors; on a GPU they share one storage.
     """
 
     def __init__(self, sizes: Iterable[int], seed: int = 0, device: str = "cpu") -> None:

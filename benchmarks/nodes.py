@@ -95,10 +95,10 @@ def run(
 
     Args:
         gigabytes: about how large the model is.
-        ranks: how many push; half of them on each node.
+        ranks: number of ranks that push; half of them on each node.
         cut: one of `CUTS`.
         lane: ``auto`` or ``grpc``.
-        rounds: how many count.
+        rounds: number of rounds that count.
         folder: an empty folder for the stores.
         warm_up: rounds before these, which do not.
 
@@ -152,7 +152,7 @@ class _Group:
     Attributes:
         trainers: the ranks.
         admin: a client of a service.
-        pids: of ranks and services.
+        pids: process IDs of ranks and services.
     """
 
     trainers: Clients

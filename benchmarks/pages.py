@@ -34,9 +34,9 @@ from weighbridge_storage.head.open_versions import claim_version
 from weighbridge_storage.opening import open_store
 
 ANSWER_GOAL = 0.2
-"""Seconds in which a page is there."""
+"""Seconds in which the service has to answer a page."""
 OPEN_GOAL = 0.1
-"""Of a core, that all open pages cost."""
+"""Share of a core that all open pages may cost."""
 _MODEL = "acme/model-000"
 _PUSH_PIECE = 2_000
 _MEGABYTE = 1 << 20
@@ -125,7 +125,7 @@ def _published(history: History) -> Head:
 
 
 def _answers(url: str, shape: Shape) -> dict[str, tuple[float, float]]:
-    """Of each page, the seconds of the first request and of the slowest one after that."""
+    """For each page, the seconds of the first request and of the slowest one after that."""
     found = {}
     with httpx.Client(base_url=url, timeout=60) as http:
         for path in ("/livez", "/", f"/models/{_MODEL}", f"/models/{_MODEL}/versions/1"):

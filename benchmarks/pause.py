@@ -37,7 +37,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     # a step ends before an update begins, as the engine is stepped by hand
     "decode": {"async_scheduling": False},
 }
-"""Of `vllm.LLM`, by case."""
+"""Options of `vllm.LLM`, by case."""
 
 
 class Peer:
@@ -58,7 +58,7 @@ class Peer:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process ID of the process."""
         return self._process.pid
 
     def tell(self, line: str) -> None:
@@ -238,7 +238,7 @@ def decoded(
 
 
 def start(arguments: argparse.Namespace, engine: Peer, *given: Any) -> dict[str, Any]:
-    """Start an engine; what it has, or why it could not be started."""
+    """Start an engine; returns its facts, or why it could not be started."""
     facts: dict[str, Any] = engine.ask(json.dumps(["start", *given]))
     print(json.dumps(facts), flush=True)
     if "failed" in facts and arguments.logs:

@@ -27,8 +27,8 @@ class Trainer:
     """Tensors that are on the card while it trains, and in pinned memory else.
 
     Args:
-        config: of the model.
-        device: where it trains.
+        config: config of the model.
+        device: device that it trains on.
     """
 
     def __init__(self, config: Mapping[str, Any], device: str) -> None:
@@ -41,7 +41,7 @@ class Trainer:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def train(self, step: int) -> dict[str, int]:
-        """Take the card, and make new weights; gives the checksums of what an engine makes of them."""
+        """Take the card, and make new weights; returns the checksums of the parameters that an engine fuses from them."""
         generator = torch.Generator(self._device).manual_seed(step)
         for name, there in self._host.items():
             self.tensors[name] = there.to(self._device, copy=True).normal_(std=0.02, generator=generator)
@@ -61,9 +61,9 @@ class Turns:
 
     Args:
         server: address of the service.
-        config: of the model.
-        options: of `vllm.LLM`.
-        level: of the engine's sleep.
+        config: config of the model.
+        options: options of `vllm.LLM`.
+        level: level of the engine's sleep.
     """
 
     def __init__(self, server: str, config: Mapping[str, Any], options: dict[str, Any], level: int) -> None:

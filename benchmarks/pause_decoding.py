@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 _PROMPT_TOKENS, _TOKENS = 16, 256
 _LOOK_SECONDS = 0.005
-"""Between two looks whether a version is prepared."""
+"""Interval at which the engine checks whether a version is prepared."""
 QUIET, STAGING, AFTER = "quiet", "staging", "after"
-"""Kinds of steps: nothing goes on; a version is being brought; running requests are computed again by a new version."""
+"""Kinds of steps: without an update; while a version is being prepared; while running requests are computed again by a new version."""
 
 
 @dataclass
@@ -32,10 +32,10 @@ class Steps:
     """Steps of one kind.
 
     Attributes:
-        seconds: that they took.
-        tokens: that they gave.
-        longest: of them, in seconds.
-        count: how many.
+        seconds: seconds that they took.
+        tokens: tokens that they returned.
+        longest: seconds of the longest one.
+        count: number of steps.
         computed: seconds for which the engine's thread had a processor.
         queued: seconds for which it could have run, and had none.
     """
@@ -62,10 +62,10 @@ class Decoding:
     """One run.
 
     Attributes:
-        steps: by kind.
+        steps: steps by kind.
         pauses: seconds for which the engine stood still, of each update.
-        versions: that were applied.
-        failed: what went wrong.
+        versions: versions that were applied.
+        failed: errors of updates that failed.
     """
 
     steps: dict[str, Steps] = field(
@@ -97,7 +97,7 @@ class Requests:
 
     Args:
         llm: vLLM's.
-        number: how many.
+        number: number of requests.
     """
 
     def __init__(self, llm: Any, number: int) -> None:
@@ -107,7 +107,7 @@ class Requests:
         self._names = count()
 
     def step(self) -> int:
-        """One step of the engine; how many tokens it has given."""
+        """Run one step of the engine; returns the number of its tokens."""
         while self._running < self._number:
             self._add()
         tokens = 0
@@ -146,7 +146,7 @@ class Updates:
 
     Args:
         engine: the engine.
-        decoding: where to note them.
+        decoding: record of the updates.
     """
 
     def __init__(self, engine: Engine, decoding: Decoding) -> None:
@@ -162,8 +162,8 @@ class Updates:
         """Do what is to be done now; seconds for which that was the pause of an update.
 
         Args:
-            tokens: of the step before.
-            requests: that are under way.
+            tokens: tokens of the previous step.
+            requests: number of running requests.
         """
         if self.kind == AFTER and tokens >= requests:
             self.kind = QUIET
@@ -206,8 +206,8 @@ def decode(engine: Engine, seconds: float, number: int, *, follows: bool) -> dic
 
     Args:
         engine: the engine.
-        seconds: how long.
-        number: of requests.
+        seconds: how long to decode.
+        number: number of requests.
         follows: whether versions that come are taken.
     """
     decoding, requests = Decoding(), Requests(engine.llm, number)

@@ -42,8 +42,8 @@ class Engine:
 
     Args:
         server: address of the service.
-        options: of `vllm.LLM`. With a ``model``, that folder is loaded by vLLM's own loader.
-        extra: of the load format.
+        options: options of `vllm.LLM`. With a ``model``, that folder is loaded by vLLM's own loader.
+        extra: extra config of the load format.
     """
 
     def __init__(self, server: str, options: dict[str, Any], extra: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ class Engine:
         return {**status, "took": time.monotonic() - begun}
 
     def apply(self, version: int) -> dict[str, Any]:
-        """Bring a version to the parameters; ``ended`` is the time at which the engine can go on."""
+        """Apply a version to the parameters; ``ended`` is the time at which the engine can go on."""
         return {**self.ask("weighbridge_apply", str(version)), "ended": time.monotonic()}
 
     def proof(self) -> list[float]:
@@ -141,7 +141,7 @@ class Engine:
         return text.getvalue()
 
     def checksums(self) -> dict[str, int]:
-        """Of all parameters of all workers, by their names; the second worker's and the others' begin with the rank."""
+        """Checksums of all parameters of all workers, by name. Names of other workers than the first begin with the rank."""
         ranks: list[dict[str, int]] = self.llm.apply_model(checksums)
         return {rank_name(rank, name): n for rank, sums in enumerate(ranks) for name, n in sums.items()}
 

@@ -37,7 +37,7 @@ class Proved:
 
     Args:
         engine: its process.
-        client: of the service.
+        client: client of the service.
     """
 
     def __init__(self, engine: Peer, client: EngineClient) -> None:
@@ -45,7 +45,7 @@ class Proved:
         self.seconds: list[float] = []
 
     def order(self, kind: str, **said: Any) -> list[str]:
-        """Give an order of `engine_faults`; the parameters that it has made wrong."""
+        """Send an order of `engine_faults`; returns the parameters that it has made wrong."""
         return told(self.evidence, order(kind, **said))[_RANK]
 
     def take_to(self, version: int) -> None:

@@ -52,7 +52,7 @@ class Hung(RuntimeError):
 
 
 def eventually(what: str, condition: Callable[[], Any], seconds: float = _SECONDS) -> float:
-    """Wait for something; how long that took. Raises Hung if it does not come."""
+    """Wait for a condition; returns the seconds that it took. Raises Hung on a timeout."""
     begun = time.monotonic()
     while not condition():
         if time.monotonic() - begun > seconds:
@@ -65,8 +65,8 @@ class Stage:
     """The processes, and how each is started and killed.
 
     Args:
-        arguments: of the command line.
-        folder: for all that they write.
+        arguments: arguments of the command line.
+        folder: folder for all that they write.
     """
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
@@ -195,7 +195,7 @@ class Stage:
         return self._client.version(MODEL, "live")
 
     def served(self) -> str:
-        """Label of the version that the worker says it serves; empty if it says that it serves none."""
+        """Label of the version that the worker reports as served; empty if it reports none."""
         return str(self.ask("weighbridge_status")["served"])
 
     def sums(self, step: int) -> dict[str, int]:
@@ -217,7 +217,7 @@ class Stage:
 
 
 def round_of(stage: Stage, killed: str, phase: str, folder: Path) -> dict[str, Any]:
-    """Kill a process in a phase of an update; what the engine has after it, and when all are back."""
+    """Kill a process in a phase of an update; returns the engine's state after it, and when all processes are back."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     stage.ask("bench_hold", phase, str(folder))

@@ -36,7 +36,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     },
 }  # fmt: skip
-"""By name; Qwen3's, in bf16."""
+"""Configs by name; Qwen3's, in bf16."""
 
 _CHUNK = 1 << 24
 

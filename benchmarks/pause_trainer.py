@@ -25,8 +25,8 @@ class Trainer:
 
     Args:
         server: address of the service.
-        folder: of the model's files.
-        device: where the tensors are.
+        folder: folder of the model's files.
+        device: device of the tensors.
     """
 
     def __init__(self, server: str, folder: str, device: str) -> None:
@@ -115,7 +115,7 @@ class Trainer:
         return {"begun": begun, "held": time.monotonic() - begun}
 
     def checksums(self, ranks: str = "1") -> dict[str, int]:
-        """Of each parameter as so many workers of the engine cut and fuse them."""
+        """Checksums of all parameters, as so many workers of the engine cut and fuse them."""
         parts = rank_parts(self._config, self._tensors, int(ranks))
         return {name: checksum(tensor) for name, tensor in parts}
 

@@ -27,7 +27,7 @@ class Checked(WorkerExtension):
         return {"pid": os.getpid(), "sums": sums}
 
     def bench_hold(self, phase: str, folder: str) -> int:
-        """Let this worker wait when it comes to a phase: it makes the file ``held`` then, and goes on when there is one named ``go``."""
+        """Make this worker wait when it comes to a phase: it creates the file ``held`` then, and goes on once there is a file ``go``."""
         _Holds.install(self.weight_transfer_engine.rank.engine)
         _Holds.phase, _Holds.folder = phase, Path(folder)
         return os.getpid()

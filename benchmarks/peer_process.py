@@ -25,7 +25,7 @@ from benchmarks.peers import BY_NAME, HUB_PEER, PEERS, Peer, Work
 
 
 def measure(peer: Peer, folder: Path, hub: str, sampled: bool) -> dict[str, object]:
-    """Run a peer on the model in a folder; the figures."""
+    """Run a peer on the model in a folder; returns the figures."""
     work = Work(folder / "model", folder, hub)
     with work.stack:
         if peer is not HUB_PEER:

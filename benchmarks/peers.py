@@ -38,9 +38,9 @@ class Work:
 
     Attributes:
         model: folder of the model, as `models.write_model` makes it.
-        folder: where the folders above are made.
+        folder: folder in which the folders above are made.
         hub: URL of a service that has the model durable; empty if there is none.
-        stack: is closed when the work is over.
+        stack: closed when the work is over.
     """
 
     model: Path
@@ -65,7 +65,7 @@ class Work:
 
     @cached_property
     def room(self) -> dict[str, Tensor]:
-        """Tensors that are loaded into; their pages are there."""
+        """Existing tensors to load into, with all their pages allocated."""
         import torch
 
         return {spec.name: torch.ones(spec.shape, dtype=spec.dtype.torch) for spec in self.specs}
@@ -115,10 +115,10 @@ class Peer:
     """One way of moving weights.
 
     Attributes:
-        name: what tables call it.
-        begins: what it begins with: ``shards`` of a trainer, whole ``tensors`` in memory, or ``files``.
-        ends: what it ends in: ``hf files``, other ``files``, ``memory``, or ``nothing``.
-        run: does it.
+        name: name in tables.
+        begins: input: ``shards`` of a trainer, whole ``tensors`` in memory, or ``files``.
+        ends: output: ``hf files``, other ``files``, ``memory``, or ``nothing``.
+        run: function that runs it.
         reads: the folder that another peer leaves for it, or none.
         writes: the folder that it leaves, or none.
         prepare: makes what is in memory before the clock runs.

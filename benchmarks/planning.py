@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 def plan(name: str) -> dict[str, Any]:
-    """Plan one model in this process; the figures."""
+    """Plan one model in this process; returns the figures."""
     from weighbridge._core import dtypes
     from weighbridge._core.slices import ExpertParallel, TensorParallel
     from weighbridge._formats.safetensors_files import lay_out_files

@@ -36,7 +36,7 @@ class Service:
 
 
 def end_tidily() -> None:
-    """Let SIGTERM end this process as Ctrl-C does: it says so, what it has started is ended, and what it has written is removed."""
+    """Let SIGTERM end this process as Ctrl-C does: it prints the signal, ends its child processes, and removes its files."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         print(f"ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
@@ -69,9 +69,9 @@ def python(
     """A Python process with its standard input and output as pipes; is ended when the context is left.
 
     Args:
-        arguments: of the interpreter.
-        environment: of the process; by default, that of this one.
-        checkout: whose code it runs; by default, the same as this process.
+        arguments: arguments of the interpreter.
+        environment: environment variables of the process; by default, that of this one.
+        checkout: checkout whose code it runs; by default, the same as this process.
         stderr: a descriptor for its standard error; by default, this process's own.
     """
     command = [sys.executable, "-W", "ignore", *arguments]
@@ -136,10 +136,10 @@ def service(
 
     Args:
         folder: the store is its folder ``store``.
-        model_bytes: of the part of the model that the service puts together.
-        options: of the command line, besides those that all services get.
-        program: what Python runs.
-        checkout: whose code it runs; by default, the same as this process.
+        model_bytes: bytes of the part of the model that the service puts together.
+        options: options of the command line, besides those that all services get.
+        program: arguments of Python that name the program.
+        checkout: checkout whose code it runs; by default, the same as this process.
         stderr: a descriptor for its standard error; by default, this process's own.
     """
     available = _available_memory() - MEMORY_RESERVE - model_bytes * 5 // 4

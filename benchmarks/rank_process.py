@@ -35,7 +35,7 @@ class RankSpec:
         specs: path of the model's tensors, as `models.write_specs` writes them.
         lane: which lane the ranks take.
         first: the first rank.
-        count: how many ranks.
+        count: number of this process's ranks.
         ranks: ranks of all processes.
     """
 
@@ -52,7 +52,7 @@ class Push:
     """One push.
 
     Attributes:
-        step: which step, the same for all ranks.
+        step: step of the push, the same for all ranks.
         at: Unix time at which all ranks begin.
     """
 
@@ -92,7 +92,7 @@ class Rank:
 
 
 def main() -> None:
-    """Push when told, until standard input ends."""
+    """Push for each line on standard input, until it ends."""
     spec = RankSpec(**json.loads(sys.argv[1]))
     ranks = [Rank(spec, rank) for rank in range(spec.first, spec.first + spec.count)]
     with ThreadPoolExecutor(spec.count) as threads:

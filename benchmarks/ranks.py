@@ -102,7 +102,7 @@ def push_once(running: Sequence[subprocess.Popen[str]], pid: int, step: int) -> 
 
 
 def measure(folder: Path, ranks: int, played_by: int, pushes: int, lane: str) -> tuple[list[Pushed], int]:
-    """Push so many steps; what each took, and bytes that the service had resident before."""
+    """Push so many steps; returns the measurements of each, and the service's resident bytes before."""
     models.write_model(_GIGABYTES, folder / "hf")
     bounds = [ranks * number // played_by for number in range(played_by + 1)]
     with ExitStack() as stack:

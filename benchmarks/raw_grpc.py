@@ -63,14 +63,14 @@ class _Checkpoints(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
 
 
 def pull(channel: grpc.Channel, total: int) -> int:
-    """Pull this many bytes; how many came."""
+    """Pull this many bytes; returns the number of bytes that came."""
     request = weight_service_pb2.PullRequest(version=str(total))
     answers = weight_service_pb2_grpc.WeightServiceStub(channel).Pull(iter([request]))
     return sum(len(message.data) for message in answers)
 
 
 def push(channel: grpc.Channel, ring: list[bytes], total: int) -> int:
-    """Push this many bytes; how many arrived."""
+    """Push this many bytes; returns the number of bytes that arrived."""
 
     def messages() -> Iterator[checkpoint_service_pb2.PushRequest]:
         offset = 0

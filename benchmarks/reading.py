@@ -62,7 +62,7 @@ class Service:
         self.engine = EngineClient(self.address)
 
     def plan(self, request: LayoutRequest = FULL) -> Pull:
-        """A pull that has not begun; but what a new service has to import and to make for it is there."""
+        """A pull that has not begun. The service has made its first imports and allocations by then."""
         return self.engine.pull(MODEL, "latest", request)
 
     def pull(self, request: LayoutRequest = FULL) -> tuple[float, int]:
@@ -92,7 +92,7 @@ def serving(store: str, scratch: Path, latency: float = 0.0, cache: str = "16GiB
 
 @contextmanager
 def memory_grown(scratch: Path) -> Iterator[dict[str, int]]:
-    """By how many bytes the anonymous memory of the process that has this scratch folder grows at most."""
+    """Bytes by which the anonymous memory of the process with this scratch folder grows at most."""
     mark, grown, over = str(scratch).encode(), {"bytes": 0}, threading.Event()
     [pid] = [
         p.name

@@ -45,7 +45,7 @@ class Load:
     """Requests that a server answers meanwhile.
 
     Args:
-        url: of the server.
+        url: URL of the server.
         tokens: their ids are below this number.
     """
 

@@ -106,7 +106,7 @@ def besieged(folder: Path, gigabytes: float, descriptors: int | None) -> Iterato
     Args:
         folder: an empty folder.
         gigabytes: about how large the model is.
-        descriptors: how many the service is allowed; None for as many as the machine allows.
+        descriptors: limit of the service's descriptors; None for the machine's limit.
     """
     hugging_face, log = folder / "hf", folder / "log"
     program: Sequence[str] = ("-m", "weighbridge")
@@ -139,7 +139,7 @@ class Bystanders:
     @staticmethod
     @contextmanager
     def at(service: Besieged) -> Iterator[Bystanders]:
-        """Those of a service."""
+        """Bystanders of a service."""
         with ExitStack() as stack:
             running = []
             for role in ("calls", "pulls"):
@@ -251,8 +251,8 @@ def besiege(name: str, settings: Settings, folder: Path) -> Outcome:
     """Try one of `ATTACKS` on a service of its own.
 
     Args:
-        name: of the attack.
-        settings: how.
+        name: name of the attack.
+        settings: settings of the attack.
         folder: an empty folder.
     """
     chosen = ATTACKS[name]

@@ -16,7 +16,7 @@ PULLS = "pulls"
 MOST_CALL_SECONDS = 1.0
 MOST_PROBE_SECONDS = 0.2
 LEAST_PULL = 0.5
-"""Of the rate before the attack."""
+"""Least share of the rate before the attack."""
 GIVEN_BACK_SECONDS = 30.0
 MOST_MEMORY = 512 << 20
 """Bytes by which the service may grow, the sum of its budgets: of weights in flight (256 MiB by default), of incomplete messages on the local
@@ -75,13 +75,13 @@ class Verdict:
     """One promise.
 
     Attributes:
-        name: what was promised.
-        before: how it was before the attack.
-        coming: how it was while the attack came; no promise is made of that.
-        during: how it was under it.
-        goal: what may be.
-        ok: whether it was kept.
-        note: what else there is to say.
+        name: name of the figure.
+        before: its value before the attack.
+        coming: its value while the attack came; no promise is made of that.
+        during: its value while the attack stood.
+        goal: the limit.
+        ok: whether the promise was kept.
+        note: further information.
     """
 
     name: str

@@ -42,7 +42,7 @@ def config_of(gigabytes: float) -> Any:
 
 
 def seconds(rank: int, config: Any, more: dict[str, Any], rounds: int) -> dict[str, list[float]]:
-    """Of each round, both ways, on this rank."""
+    """Seconds of each round on this rank, by way."""
     model = build_model(config, PARALLEL, dtype=torch.bfloat16)
     actor = TrainerActor("slime", arguments("slime", **more), [model])
     actor.weight_updater._bring = lambda *_: {}  # what engines take is not measured here

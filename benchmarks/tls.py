@@ -33,11 +33,11 @@ class Place:
     """A service, and a client of each kind for it.
 
     Args:
-        address: of the service.
-        credentials: of the clients.
+        address: address of the service.
+        credentials: credentials of the clients.
         layout: the model's whole tensors.
-        held: what is pushed.
-        lane: how weights travel.
+        held: tensors to push.
+        lane: lane of the weights.
     """
 
     def __init__(

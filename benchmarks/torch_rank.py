@@ -30,7 +30,7 @@ _GRACE_SECONDS = 1.1
 """A little more than the service's grace time."""
 
 Seconds = dict[str, list[float]]
-"""Of each round that counts, by what was timed."""
+"""Seconds of each round that counts, by what was timed."""
 
 
 def measure(

@@ -38,7 +38,7 @@ class Ratio:
     """A ratio over rounds.
 
     Attributes:
-        median, least, most: of the rounds' ratios.
+        median, least, most: median, least and greatest of the rounds' ratios.
         seconds: median of the time above the line.
     """
 
@@ -56,10 +56,10 @@ def measured(
     Args:
         folder: an empty folder.
         gigabytes: about how large the model is, in bf16.
-        ranks: how many ranks push.
+        ranks: number of ranks that push.
         lane: ``local`` or ``grpc``.
-        warm_up, rounds: how many rounds do not count, and do.
-        device: where the ranks' tensors lie, ``cpu`` or ``cuda``.
+        warm_up, rounds: number of rounds that do not count, and of those that do.
+        device: device of the tensors, ``cpu`` or ``cuda``.
 
     Raises:
         RankError: a rank failed.

@@ -47,7 +47,7 @@ GOAL = 1.02
 _EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 _PLAIN, _TRACED = "plain", "traced"
 _BLOCK_SECONDS, _LEAST_ROUNDS = 2.0, 5
-"""Of a block, whichever takes longer: to send its spans costs the same for a few rounds as for many."""
+"""Least seconds and rounds of a block, whichever takes longer: to send its spans costs the same for a few rounds as for many."""
 _EXPORT_SECONDS = 1.0
 """Between two exports; OpenTelemetry's own choice is 5."""
 _MEASURED = ("push", "pull", "processor time, client", "processor time, service", "processor time")
@@ -160,8 +160,8 @@ class _Block:
     """A block of rounds.
 
     Attributes:
-        rounds: how many.
-        seconds: of a round, what `_MEASURED` names.
+        rounds: number of rounds.
+        seconds: seconds of a round, in the order of `_MEASURED`.
     """
 
     rounds: int
@@ -229,7 +229,7 @@ class _Collector:
 
     Attributes:
         endpoint: its OTLP address.
-        spans: how many have come, by the name of their process.
+        spans: number of received spans, by the name of their process.
     """
 
     endpoint: str

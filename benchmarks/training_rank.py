@@ -26,15 +26,15 @@ from weighbridge import PushHandle, TrainerClient
 MODEL = "bench/training"
 LAYERS = 8
 _STATE_BYTES = 12
-"""Of a parameter: itself and two moments, in fp32."""
+"""Bytes of a parameter's state: itself and two moments, in fp32."""
 _TOKENS = {"cpu": 256, "cuda": 8192}
-"""Of one pass: so many that the processor only begins what a GPU is at for long."""
+"""Tokens of one pass: on a GPU so many that kernels run for much longer than the processor takes to launch them."""
 _WAIT_SECONDS = 300.0
 _GRACE_SECONDS = 1.1
 """A little more than the service's grace time."""
 
 Seconds = dict[str, list[float]]
-"""Of each round that counts, by what was timed."""
+"""Seconds of each round that counts, by what was timed."""
 
 
 def hidden_size(gigabytes: float) -> int:

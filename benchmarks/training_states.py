@@ -42,8 +42,8 @@ def measured(folder: Path, args: argparse.Namespace, ranks: int) -> Seconds:
 
     Args:
         folder: an empty folder.
-        args: of the command line.
-        ranks: how many ranks train.
+        args: arguments of the command line.
+        ranks: number of ranks that train.
 
     Raises:
         RankError: a rank failed.

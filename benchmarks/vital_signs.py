@@ -43,7 +43,7 @@ def _near(now: int, start: int) -> bool:
 
 
 def vital_signs(pid: int) -> VitalSigns:
-    """Those of a process. Raises OSError if there is none."""
+    """Vital signs of a process. Raises OSError if it does not exist."""
     text = Path(f"/proc/{pid}/status").read_text("utf-8")
     fields = dict(line.split(":", 1) for line in text.splitlines())
     # the name, in parentheses, may have spaces in it

@@ -57,7 +57,7 @@ def first_token(server: VllmServer, model: str, prompt: str) -> None:
 
 
 def push(there: Adapters, folder: Path, name: str) -> Path:
-    """Push an adapter; gives the folder that it is exported to."""
+    """Push an adapter; returns the folder that it is exported to."""
     handle = there.trainer.import_adapter(name, folder, base=f"{BASE}@1", step=1)
     handle.wait(VersionState.DURABLE, timeout=_WAIT_SECONDS)
     out = there.folder / name.replace("/", "-")

@@ -19,7 +19,7 @@ class WarmCopy:
 
     Args:
         shapes: dtype and shape of each tensor.
-        device: where the tensors lie.
+        device: device of the tensors.
     """
 
     def __init__(self, shapes: Sequence[tuple[torch.dtype, tuple[int, ...]]], device: str = "cpu") -> None:

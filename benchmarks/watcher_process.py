@@ -63,7 +63,7 @@ class Watchers:
         return Heard([], self._watching, dict(self._refused))
 
     async def heard(self, number: int, seconds: float) -> Heard:
-        """When each watch heard of this version, as soon as all have."""
+        """Moments at which each watch received this version, as soon as all have."""
         await self._until(lambda: len(self._arrived) >= self._watching, seconds)
         arrived, self._arrived = self._arrived, []
         response = model_service_pb2.WatchRefsResponse

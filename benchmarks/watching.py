@@ -8,10 +8,10 @@ from weighbridge.v1 import model_service_pb2 as pb
 
 WATCH = "/weighbridge.v1.ModelService/WatchRefs"
 START_SECONDS = 60.0
-"""In which all watches are to begin."""
+"""Seconds in which all watches have to begin."""
 AIO, FRAMES = "aio", "frames"
 CLIENTS = (AIO, FRAMES)
-"""gRPC's own for asyncio, and bare frames of HTTP/2 (`benchmarks.frame_watchers`)."""
+"""Clients of watches: gRPC's own for asyncio, and bare frames of HTTP/2 (`benchmarks.frame_watchers`)."""
 
 
 def watched(model: str, ref: str) -> bytes:

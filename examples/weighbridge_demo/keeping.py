@@ -21,7 +21,7 @@ class Kept:
     Nothing is kept of a demo in which something was not as it had to be.
 
     Args:
-        report: of the demo.
+        report: report of the demo.
         print_report: writes it.
         temporary: whether the demo's folder is removed when it ends.
 

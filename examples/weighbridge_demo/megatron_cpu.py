@@ -128,7 +128,7 @@ def init_rank(parallel: Parallel, rank: int, store_path: str) -> None:
     """Join the job as one rank: torch.distributed over gloo, then Megatron's process groups.
 
     Args:
-        parallel: how the job is cut.
+        parallel: parallelism of the job.
         rank: this process, 0 to `parallel.world_size - 1`.
         store_path: a file that all ranks see and that does not exist before the first of them makes it; one
             left over from another job makes ranks wait for each other for ever.

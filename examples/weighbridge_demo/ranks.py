@@ -76,7 +76,7 @@ class Job:
         membership: joins their process groups.
         fn: a function at module level; it, its arguments and its results are pickled.
         args: further arguments, the same for all ranks.
-        name: what errors call the job.
+        name: name of the job in errors.
     """
 
     size: int
@@ -135,9 +135,9 @@ def run_jobs(jobs: Sequence[Job], *, timeout: float, preload: Sequence[str] = PR
     """Run jobs side by side.
 
     Args:
-        jobs: what to run.
+        jobs: jobs to run.
         timeout: seconds for all of it; a process's first jobs also wait for the server's imports.
-        preload: what the server imports, if this process has none yet.
+        preload: modules that the server imports, if this process has no server yet.
 
     Returns:
         For each job the results in the order of ranks.

@@ -22,13 +22,13 @@ class ServiceProcess:
     """``weighbridge serve`` on free ports of loopback; a context that ends it.
 
     Args:
-        store: what keeps the versions: a folder or a location.
+        store: folder or location where the service keeps versions.
         logs: folder for what it prints, ``service.out`` and ``service.log``.
         scratch: folder for what may be lost; None for the service's default.
 
     Attributes:
         store: the store.
-        log: where it writes what it does.
+        log: file of the service's log.
     """
 
     def __init__(self, store: Path | str, logs: Path, scratch: Path | None = None) -> None:

@@ -47,9 +47,9 @@ class Story:
         work: an empty folder for everything.
         steps: optimizer steps of the trainer.
         say: called with each line of progress.
-        report: is filled in.
+        report: filled in while the demo runs.
         store: where the service keeps versions; a folder in ``work`` if None.
-        keep: is called with the service and its addresses, gRPC and HTTP, when all is done; the service ends when it returns.
+        keep: called with the service and its addresses, gRPC and HTTP, when all is done; the service ends when it returns.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class Served:
         parameter_bytes: bytes of its parameters.
         seconds: how long the pull took, planning included.
         lane: the lane by which the bytes came.
-        text: how it continued the prompt.
+        text: continuation of the prompt.
     """
 
     number: int
@@ -78,7 +78,7 @@ def build_rank(config: PretrainedConfig, size: int) -> Any:
     Attention heads, key-value heads and the MLP's inner width are cut; embedding and output are whole.
 
     Args:
-        config: of the whole model.
+        config: config of the whole model.
         size: ranks that share it; all are members of torch.distributed's default group.
 
     Raises:
@@ -108,5 +108,5 @@ def build_rank(config: PretrainedConfig, size: int) -> Any:
 
 
 def _sum_over_ranks(_module: torch.nn.Module, _inputs: Any, output: Tensor) -> None:
-    """Each rank has the product with its columns of the weight; the output is their sum."""
+    """Sum the ranks' partial outputs. Each rank has multiplied with its columns of the weight only."""
     dist.all_reduce(output)

@@ -26,7 +26,7 @@ START_SECONDS = 420.0
 _STOP_SECONDS = 20.0
 _ASK_SECONDS = 120.0
 _CACHE_BYTES = 256 << 20
-"""Of keys and values, in each rank. vLLM would take a large part of the machine's memory."""
+"""Bytes of the KV cache in each rank. By default vLLM would take a large part of the machine's memory."""
 _ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_SERVER_DEV_MODE": "1",

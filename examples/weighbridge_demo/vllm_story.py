@@ -45,7 +45,7 @@ class Part:
 
     Attributes:
         model: its name.
-        trainer: how the Megatron ranks that train it are cut.
+        trainer: parallelism of the Megatron ranks that train it.
         engines: arguments of each vLLM that follows it, by name.
     """
 
@@ -71,10 +71,10 @@ class VllmStory:
     Args:
         work: an empty folder for everything.
         steps: optimizer steps of the trainer.
-        python: of the environment that vLLM is installed in.
+        python: Python of the environment that vLLM is installed in.
         say: called with each line of progress.
-        report: is filled in.
-        keep: is called with the service and its addresses, gRPC and HTTP, when all is done; the service ends when it returns.
+        report: filled in while the demo runs.
+        keep: called with the service and its addresses, gRPC and HTTP, when all is done; the service ends when it returns.
     """
 
     def __init__(

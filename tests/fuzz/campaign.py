@@ -32,7 +32,7 @@ class Result:
     """Result of one target.
 
     Attributes:
-        tally: of all its workers together.
+        tally: tally of all its workers together.
         coverage: edges that were reached by the samples, and in the end; 0 without coverage guidance.
         lost: inputs that ended their worker, as files.
     """
@@ -61,7 +61,7 @@ class Campaign:
     """A run over targets.
 
     Args:
-        folder: where findings go, and what workers need.
+        folder: folder for findings and for files of workers.
         seed: chooses other inputs.
         plain: without coverage guidance.
         say: called with each line of progress.
@@ -86,7 +86,7 @@ class Campaign:
         return result
 
     def _worked(self, target: str, inputs: int, seed: int, result: Result) -> bool:
-        """Let a worker run; whether it came to its end."""
+        """Run a worker; returns whether it completed its inputs."""
         folder = self._folder / f"worker-{target}-{seed}"
         folder.mkdir(parents=True, exist_ok=True)
         line = [

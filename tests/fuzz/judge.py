@@ -30,7 +30,7 @@ class Verdict:
     """Verdict on one input.
 
     Attributes:
-        seconds: of a processor that it took.
+        seconds: processor time of the input.
         grown: MiB by which it has raised the process's peak of memory.
         problem: kind of finding, ``time``, ``memory`` or the error's name; empty if it is none.
         where: innermost line of the packages under test; with `problem`, it tells findings apart.
@@ -53,8 +53,8 @@ class Judge:
     """Runs inputs of one target in this process. For the main thread.
 
     Args:
-        target: whose.
-        parse: what `Target.start` gave.
+        target: the target.
+        parse: parser that `Target.start` yields.
     """
 
     def __init__(self, target: Target, parse: Parse) -> None:

@@ -102,8 +102,8 @@ def json_documents(
 
     Args:
         signed: makes a document agree with its own digest again.
-        texts: that mean something to the parser.
-        unsigned: how many changed documents do not agree.
+        texts: texts that mean something to the parser.
+        unsigned: share of the changed documents whose digest is left wrong.
     """
 
     def mutate(choose: random.Random, data: bytes) -> bytes:
@@ -283,7 +283,7 @@ def texts(*words: str, most: int = 8) -> Mutator:
     """Changes of texts: words of a grammar put in, left out and exchanged.
 
     Args:
-        words: of the grammar.
+        words: words of the grammar.
         most: times that a word is repeated.
     """
 

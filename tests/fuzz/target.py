@@ -19,8 +19,8 @@ class Bounds:
     """Limits on the cost of one input: a constant, and a part in proportion to its length, so that work that is more than linear shows.
 
     Attributes:
-        seconds: of a processor, whatever the length.
-        seconds_per_mb: for each MiB of the input.
+        seconds: seconds of processor time, whatever the length.
+        seconds_per_mb: seconds of processor time for each MiB of the input.
         mb: MiB by which the process's peak of memory may grow, whatever the length.
         times: bytes for each byte of the input. JSON has some thirty: ``{},`` is an empty dict.
     """
@@ -44,13 +44,13 @@ class Target:
     """A parser under test.
 
     Attributes:
-        name: by which it is asked for.
+        name: name of the target.
         start: gives the parser for as long as a block runs; what it raises at the block's end is a finding.
         samples: valid inputs, as the project's own writers make them.
         mutate: changes an input in ways that know its structure.
         refusals: the errors that the parser documents.
         heavy: inputs of many megabytes that once did, or could, cost more than their length allows.
-        bounds: what one input may cost.
+        bounds: limits on the cost of one input.
         longest: bytes of a mutated input.
         weight: its part of all inputs, next to others: less for what takes milliseconds.
         stateful: whether an input's outcome depends on those before it, so that it cannot be made smaller alone.

@@ -61,7 +61,7 @@ class Push:
 
     @property
     def complete(self) -> bool:
-        """Whether all that its ranks hold has come, and they have said so."""
+        """Whether all its ranks are sealed, so that the service has received everything that they hold."""
         return len(self.sealed) == RANKS
 
 
@@ -163,7 +163,7 @@ class Sessions(RuleBasedStateMachine):
 
     @rule(push=pushes)
     def look(self, push: Push) -> None:
-        """It can be pulled if it is complete, whole, and otherwise not."""
+        """A complete version can be pulled, whole, and no other one can."""
         with EngineClient(self.service.address, lane="grpc") as engine:
             if push.complete and not push.ended:
                 self.completed.add(push.number)

@@ -40,8 +40,8 @@ class Tally:
 
     Attributes:
         target: its name.
-        inputs: how many were run.
-        seconds: that it took, by the clock.
+        inputs: number of inputs that were run.
+        seconds: wall time of the run.
         slowest: seconds of a processor of the slowest input, and its length.
         largest: MiB by which one input has raised the peak of memory most, and its length.
         findings: files of inputs that are findings, by fault.
@@ -59,10 +59,10 @@ class Run:
     """A run of one target.
 
     Args:
-        target: which.
+        target: the target.
         judge: runs its inputs.
-        inputs: after how many it ends.
-        folder: where findings go.
+        inputs: number of inputs after which it ends.
+        folder: folder for findings.
         done: ends the run; does not return.
     """
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 AXE = ROOT / ".page-tools" / "node_modules" / "axe-core" / "axe.min.js"
 PHONE, DESK = (390, 844), (1280, 860)
 _LATE_MS = 15_000
-"""After which a page is said not to show something: what is promised is a second, on a machine that has nothing else to do."""
+"""Milliseconds after which a page counts as not showing something. The promise is a second, on a machine that has nothing else to do."""
 
 
 def chromium() -> str:
@@ -52,7 +52,7 @@ class Tab:
 
     Attributes:
         page: Playwright's.
-        url: of the service.
+        url: URL of the service.
         shots: folder for screenshots.
         problems: messages of the console, errors of scripts, and requests to other hosts.
         seen: seconds until something was seen, by what it was.

@@ -49,7 +49,7 @@ class CountingStore(LocalStore):
 
     @contextmanager
     def hanging(self, thread: str = "") -> Iterator[None]:
-        """Reads, those of a thread or of all, give what was there when they began, but not before the block has ended."""
+        """Let reads, those of a thread or of all, return the content at their start, but only after the block has ended."""
         self.hung, self._hanging = 0, thread
         self._go_on.clear()
         try:
@@ -89,5 +89,5 @@ def snapshot(
 
 
 def show(catalog: Catalog, before: VersionSnapshot, after: VersionSnapshot, name: ModelName = SMOL) -> None:
-    """As a session does."""
+    """Show a change of a version as a session does."""
     catalog.snapshots.show(name, after, changed=after.differs_from(before))

@@ -61,7 +61,7 @@ class Tree:
     Attributes:
         importers: for each module, the modules that import it.
         files: for each module, its file, from the root of the checkout.
-        texts: for each test file, what it says.
+        texts: for each test file, its text.
     """
 
     importers: Mapping[str, frozenset[str]]
@@ -232,7 +232,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of files that nothing reaches, leave the smoke promises."""
+    """Keep only the smoke promises of files that the change does not reach."""
     found = config.stash.get(_REACHED, None)
     if found is None or found.everything:
         return

@@ -1,4 +1,4 @@
-"""HTTP proxies on loopback that count who asks them, in the place of one that an environment names."""
+"""HTTP proxies on loopback that record their clients' requests, in the place of a proxy that an environment names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ConnectProxy:
     Attributes:
         address: ``host:port``.
         asked: the first line of each request.
-        read: what has passed it.
+        read: bytes that have passed it.
     """
 
     address: str

@@ -49,9 +49,9 @@ def order(
     Args:
         kind: one of `NOW`, `NEXT`; `KEEP` to remember the values as those of the version before; `RESTORE` to put everything in order; `MUTE` to give no evidence; or `WRONG`
             to return the names of the parameters that the fault of the last update has made wrong.
-        rank: of its engine.
-        engine: among those behind the server.
-        seed: of chance.
+        rank: number of the rank in its engine.
+        engine: number of the engine behind the server.
+        seed: seed of random choices.
         name: end of a parameter's name.
     """
     said = {"kind": kind, "rank": rank, "engine": engine, "seed": seed, "name": name}
@@ -59,7 +59,7 @@ def order(
 
 
 def told(ask: Callable[[Collection[str]], Any], given: str) -> dict[str, list[str]]:
-    """Give an order; the parameters that it has made wrong, by rank."""
+    """Send an order; returns the parameters that it has made wrong, by rank."""
     found = ask([given])
     return {name: json.loads(each.recorded) for name, each in found.items()}
 

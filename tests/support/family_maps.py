@@ -30,7 +30,7 @@ REQUESTS = (
 
 
 def digests(config: Mapping[str, Any]) -> dict[str, str]:
-    """Of the tensors, their order and where Megatron-core has each element; and of the slices that engines get."""
+    """Digests of the tensors, with their order and the place of each element in Megatron-core, and of the slices that engines get."""
     content = json.dumps(config).encode()
     model = RegisteredModel(
         ModelName("tests", "any"), content, ModelTensors(dtypes.parse("bf16")), "0" * 32, ["config.json"]

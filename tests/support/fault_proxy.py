@@ -36,7 +36,7 @@ class FaultProxy(ThreadingHTTPServer):
         endpoint: URL to send requests to.
         rate: the share of requests that are spoilt by chance.
         script: faults of the next requests, before chance decides.
-        done: how many requests met which fault.
+        done: number of requests by fault.
     """
 
     daemon_threads = True

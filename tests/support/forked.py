@@ -96,14 +96,14 @@ class ForkedPython:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; the exit code."""
+        """Wait for the process to end; returns its exit code."""
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return self.returncode
 
     def communicate(self, *, timeout: float | None = None) -> tuple[str, None]:
-        """Close its standard input, and wait for its end; what it has said on its standard output since."""
+        """Close its standard input, and wait for its end; returns the rest of its standard output."""
         self.stdin.close()
         with self.stdout:
             said = self.stdout.read()

@@ -34,7 +34,7 @@ class ForkedCommands:
     They run in the working directory of the test's process. SIGTERM to a command is one to its process.
 
     Attributes:
-        environment: of scripts that find the command; a copy of this process's own.
+        environment: environment variables of scripts that find the command; a copy of this process's own.
     """
 
     def __init__(self, folder: Path) -> None:

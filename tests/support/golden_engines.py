@@ -34,11 +34,11 @@ class StandIn:
     """Engine whose weights and cached prefixes are given.
 
     Attributes:
-        model: that answers.
-        cached: that has computed the cached prefixes; the model itself if None.
+        model: model that answers.
+        cached: model that has computed the cached prefixes; the model itself if None.
         asleep: whether it sleeps.
         paused: whether it is paused.
-        key: that requests must bring.
+        key: key that requests must carry.
         served: label of the version that its one worker says it serves; None for a vLLM without weighbridge.
         asked: paths of requests, with their bodies.
     """
@@ -107,9 +107,9 @@ class Vllm(VllmServer):
     """Driver of a stand-in that takes versions by a call, and is asked prompts as a vLLM is.
 
     Args:
-        url: of the stand-in.
+        url: URL of the stand-in.
         model: ``namespace/name``.
-        change: is called with the number of a version that the engine is to have.
+        change: called with the number of a version that the engine is to have.
     """
 
     def __init__(self, url: str, model: str, change: Any = lambda number: None) -> None:

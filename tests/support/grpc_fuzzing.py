@@ -234,7 +234,7 @@ class Calls:
     Args:
         seed: the same seed gives the same calls.
         examples: valid requests, by the full name of their type.
-        ticket: for streams of weights.
+        ticket: ticket for streams of weights.
     """
 
     def __init__(self, seed: int, examples: Mapping[str, Sequence[Message]], ticket: str) -> None:
@@ -335,14 +335,14 @@ class Outcome:
 
 
 def run(calls: Iterator[FuzzedCall], count: int, known: str, bulk: str, threads: int = 2) -> Outcome:
-    """Make so many calls, some at a time, and tell how they ended.
+    """Make so many calls, some at a time, and return their outcomes.
 
     Args:
-        calls: what is called.
-        count: how many of them.
+        calls: calls to make.
+        count: number of calls.
         known: address of the port for all calls.
         bulk: address of the port for streams of weights.
-        threads: how many calls are made at a time.
+        threads: number of calls at a time.
     """
     outcome = Outcome()
     source = islice(calls, count)

@@ -60,10 +60,10 @@ class Held:
     Attributes:
         key: with `{}` in the place of the layer's number, if it is in a layer.
         data: the tensor.
-        cut: how tensor parallelism cuts it; "halves" cuts the upper and the lower half of the rows each.
-        layer: which decoder layer (or block of the vision tower) it is in, and how many of these there are.
-        expert: which expert of its layer it is of, and how many there are.
-        stage: where it is, if that is not its layer's business.
+        cut: cut by tensor parallelism; "halves" cuts the upper and the lower half of the rows each.
+        layer: number of its decoder layer (or block of the vision tower), and the number of these.
+        expert: number of its expert in the layer, and the number of experts.
+        stage: pipeline stage of the tensor, if its layer does not decide it.
         stacked: whether its layers are under one key.
         copy: whether it is a copy of the main replica that another stage has.
     """

@@ -27,7 +27,7 @@ class Authority:
     """An authority that issues certificates.
 
     Args:
-        folder: where their files go.
+        folder: folder for the files of certificates.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -87,7 +87,7 @@ class TokenIssuer:
     """An issuer of JSON web tokens.
 
     Args:
-        folder: where its public keys go.
+        folder: folder for its public keys.
     """
 
     def __init__(self, folder: Path) -> None:

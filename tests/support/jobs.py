@@ -50,7 +50,7 @@ class Job:
         return value
 
     def outcome(self, seconds: float = 600) -> Any:
-        """As `answer`; what the job has raised is given, too."""
+        """As `answer`; returns the `JobFailed` instead of raising it."""
         try:
             return self.answer(seconds)
         except JobFailed as failed:
@@ -69,13 +69,13 @@ class Job:
 def running(
     command: Sequence[str | Path], log: Path, environment: Mapping[str, str], folder: Path | None = None
 ) -> Iterator[Job]:
-    """A job that has not been asked anything yet; ended in the end.
+    """A job that has received no request yet; ended when the block ends.
 
     Args:
-        command: what it is run by; the number of its end of the pipe is appended.
-        log: where it writes.
-        environment: its variables.
-        folder: in which it runs.
+        command: command that starts the job; the descriptor of its end of the pipe is appended.
+        log: file of its output.
+        environment: its environment variables.
+        folder: working directory of the job.
     """
     mine, theirs = Pipe()
     with log.open("wb") as out:

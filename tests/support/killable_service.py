@@ -59,7 +59,7 @@ class KillableService:
     Args:
         store: the store's folder, or its location.
         file_bytes: largest file of a version; None for the default.
-        settings: of the service; ``advertise`` is completed by the port.
+        settings: settings of the service; ``advertise`` is completed by the port.
     """
 
     def __init__(self, store: Path | str, *, file_bytes: int | None = None, **settings: Any) -> None:

@@ -38,7 +38,7 @@ def lane_process(server: str, *arguments: str) -> Iterator[ForkedPython]:
 
 
 def go_on(process: ForkedPython) -> str:
-    """Let it do the next thing; what it says when it is done."""
+    """Let the process take its next step; returns the line that it prints when it is done."""
     process.stdin.write("\n")
     process.stdin.flush()
     return process.stdout.readline().strip()

@@ -30,7 +30,7 @@ SECONDS = 120.0
 async def play(
     stub: Any, model: str, shapes: dict[str, tuple[int, ...]], rank: int, ranks: int, step: int
 ) -> int:
-    """One rank's push; the version's number. Rows of the embedding are spread over all ranks, the first one has the rest."""
+    """Push as one rank; returns the version's number. Rows of the embedding are spread over all ranks, the first one has the rest."""
     client_id = f"client-{rank}"
     opening = pb.OpenVersionRequest(
         model=model, step=step, run="r", ranks=ranks, request_id=f"r/{step}", client_id=client_id

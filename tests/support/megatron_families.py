@@ -210,7 +210,7 @@ def build_family_model(
         parallel: the parallelism that `init_rank` was called with.
         dtype: dtype of all parameters, norms included; the routers' expert biases stay float32.
         padded_vocab_size: rows of the embedding and of the output layer; `vocab_size` if None.
-        vp_stage: which virtual stage, if `parallel.vpp` is set.
+        vp_stage: number of the virtual stage, if `parallel.vpp` is set.
         names: "te" gives norms in `sharded_state_dict` the keys that Transformer Engine's fused layers have
             in the models of verl and slime; "local" leaves them as the local spec has them.
         value_head: replaces the output layer by a linear layer to one number a token; embeddings are then

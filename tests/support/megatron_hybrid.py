@@ -51,7 +51,7 @@ def build_hybrid_model(fields: dict[str, Any], parallel: Parallel) -> Any:
     """This rank's stage of a model of Nemotron-H's kind in float32, whose norms have the keys that Transformer Engine's layers give them.
 
     Args:
-        fields: of a config of transformers, by their published names.
+        fields: fields of a config of transformers, by their published names.
         parallel: the parallelism that `init_rank` was called with.
     """
     check_joined(parallel)

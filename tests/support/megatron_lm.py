@@ -40,7 +40,7 @@ class MegatronLM:
 
     Args:
         training: the rank.
-        options: what stands on Megatron-LM's command line besides the shape of the model, by the names of its arguments.
+        options: options of Megatron-LM's command line besides the shape of the model, by the names of its arguments.
     """
 
     def __init__(self, training: TrainingRank, **options: Any) -> None:
@@ -108,7 +108,7 @@ class MegatronLM:
         )
 
     def load(self) -> int:
-        """Load what ``--load`` names as its training loop does; the iteration."""
+        """Load the checkpoint of ``--load`` as Megatron-LM's training loop does; returns the iteration."""
         with self._training.loading():
             iteration, _ = self._checkpointing.load_checkpoint(
                 [self._training.model], self._training.optimizer, self.scheduler

@@ -40,7 +40,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of the model in the service."""
+        """Name of the model in the service."""
         return f"tests/{self.family}-{self.dtype}"
 
     def loop(self, parallel: Parallel, *, seed: int) -> Loop:
@@ -98,7 +98,7 @@ class Loop:
         )  # fmt: skip
 
     def restore(self, trainer: TrainerClient, name: str, **options: Any) -> None:
-        """Restore it."""
+        """Restore this loop."""
         trainer.restore(
             name,
             self.training.sharded_state_dict(),
@@ -219,7 +219,7 @@ def register(trainer: TrainerClient, case: Case, folder: Path) -> None:
 def check_that_it_goes_on_after_kills(
     run_ranks: Launcher, address: str, folder: Path, case: Case, others: Sequence[Parallel]
 ) -> None:
-    """All ranks push and are killed. As many go on to the bit, and those of other parallelisms, one after the other, have every tensor."""
+    """Push on all ranks, and kill them. As many new ranks go on bit for bit. Ranks of other parallelisms, one after the other, restore every tensor."""
     with pytest.raises(RankError):
         run_ranks(case.parallel, _killed, address, case, str(folder), timeout=300)
     expected = _seen(folder, case)
@@ -239,7 +239,7 @@ def check_that_it_goes_on_after_kills(
 def check_that_a_manager_brings_back_the_last(
     run_ranks: Launcher, address: str, folder: Path, case: Case
 ) -> None:
-    """All ranks save every step while training goes on, and are killed. As many find the newest state, and go on to the bit."""
+    """Save every step on all ranks while training goes on, and kill them. As many new ranks find the newest state, and go on bit for bit."""
     with pytest.raises(RankError):
         run_ranks(case.parallel, _managed, address, case, str(folder), timeout=300)
     expected = _seen(folder, case)

@@ -26,8 +26,8 @@ class ParallelLinearAdapter(torch.nn.Module):
     Args:
         inputs, outputs: features, of all ranks together.
         dim: the rank of the product.
-        name: of the layer.
-        config: of the model.
+        name: name of the layer.
+        config: config of the model.
         input_is_parallel: whether ranks have parts of the input's features.
         alpha: scale, as of peft's ``lora_alpha``.
         is_expert: whether it is beside an expert's layer.
@@ -143,8 +143,8 @@ def add_lora(
     """Add adapters to a rank's part of a model, with numbers that depend on the layer alone, and freeze all else.
 
     Args:
-        model: what ranks of any parallelism hold.
-        dim, alpha: of the adapters; ``dim_of`` and ``alpha_of`` say others, by names of layers.
+        model: this rank's part of the model, of any parallelism.
+        dim, alpha: rank and scale of the adapters; ``dim_of`` and ``alpha_of`` override them by names of layers.
         targets: names of the layers.
         layers: numbers of the decoder's layers, from 0; all by default.
         canonical: whether layers that are fused have one adapter each.

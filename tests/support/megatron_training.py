@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""In which form Megatron saves the state of its optimizers."""
+"""Form in which Megatron saves the state of its optimizers."""
 _TYPE, _TENSOR, _ZEROS = torch.Tensor.type, torch.tensor, torch.zeros
 
 
@@ -81,13 +81,13 @@ class TrainingRank:
     """One rank of a training loop: its stage of a model, and Megatron's optimizer of it. Its methods are collective.
 
     Args:
-        config: what the model is, as for `build_model`.
+        config: config of the model, as for `build_model`.
         parallel: the parallelism that the rank has joined.
         distributed: whether ranks of data parallelism share out the optimizer's state.
-        dtype: of the model's parameters; the optimizer keeps float32 of those of 16 bits.
+        dtype: dtype of the model's parameters; the optimizer keeps float32 of those of 16 bits.
         build: makes the stage.
-        seed: of the weights, which are different on each rank.
-        options: of `build`.
+        seed: seed of the weights, which are different on each rank.
+        options: options of `build`.
     """
 
     def __init__(

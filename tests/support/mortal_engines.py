@@ -66,10 +66,10 @@ class Cast:
     """The processes, as the test sees them: started, stopped at phases, and killed.
 
     Args:
-        folder: for sockets and recordings.
-        address: of the service.
-        config: of the model.
-        shapes: of its tensors.
+        folder: folder for sockets and recordings.
+        address: address of the service.
+        config: config of the model.
+        shapes: shapes of its tensors.
 
     Attributes:
         said: everything that processes have said, each with the process's name.
@@ -119,7 +119,7 @@ class Cast:
         self.wait(lambda: name in self._stopped, f"{name} does not come to its phase")
 
     def release(self) -> None:
-        """Let all go on that wait, and none wait from now on."""
+        """Let all waiting processes go on, and hold none from now on."""
         with self._changed:
             stopped, self._held = {**self._stopped}, {}
             self._stopped.clear()

@@ -15,7 +15,7 @@ class MortalProxy:
         port: its own; 0 for any.
 
     Attributes:
-        address: for clients.
+        address: address for clients.
         brought: bytes that have gone to clients.
     """
 

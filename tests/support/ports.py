@@ -29,7 +29,7 @@ def reserved_ports(count: int) -> list[int]:
 
 
 def reserved_port() -> int:
-    """One of them."""
+    """One reserved port, as `reserved_ports`."""
     return reserved_ports(1)[0]
 
 

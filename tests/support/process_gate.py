@@ -15,7 +15,7 @@ class ProcessGate:
 
     Attributes:
         address: ``host:port`` to connect to.
-        refused: how many connections were refused or ended.
+        refused: number of connections that were refused or ended.
     """
 
     def __init__(self, target: str) -> None:

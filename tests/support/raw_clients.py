@@ -109,7 +109,7 @@ def whole_layout(arrays: Arrays) -> Layout:
 
 
 def rows_layout(arrays: Arrays, rank: int, ranks: int) -> Layout:
-    """One of several ranks that cut each tensor along its first axis; what does not divide is a replica on each."""
+    """Layout of one of several ranks that cut each tensor along its first axis. A tensor that does not divide is a replica on each rank."""
     shards = []
     for name, array in arrays.items():
         rows = array.shape[0] // ranks
@@ -283,7 +283,7 @@ class RawClient:
         return self.call(self.checkpoints.SealRank, request).version
 
     def push_whole(self, model: str, arrays: Arrays, *, nonfinite: int | None = None, **opening: Any) -> int:
-        """A complete push of one rank; the version's number."""
+        """Make a complete push of one rank; returns the version's number."""
         number = self.open(model, **opening)
         layout = whole_layout(arrays)
         self.push(model, number, cut(stream_of(arrays, layout, self.declare(model, number, layout))))

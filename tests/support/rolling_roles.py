@@ -67,7 +67,7 @@ def stepped(module: nn.Module) -> torch.optim.AdamW:
 
 
 def train(model: str, folder: Path, rank: int, servers: str) -> None:
-    """Push a version for each step until the file ``stop`` is there; the training state with every third."""
+    """Push a version for each step until the file ``stop`` exists, and the training state with every third one."""
     from torch.distributed.fsdp import fully_shard
 
     distributed.init_process_group(

@@ -13,7 +13,7 @@ from weighbridge._formats.push_sources import StagingPool, StreamSource
 
 
 def push_rows(trainer: TrainerClient, model: str, source: TinyModel, rank: int, ranks: int, step: int) -> int:
-    """Push a rank's rows of all tensors; the version's number once it is durable."""
+    """Push a rank's rows of all tensors; returns the version's number once it is durable."""
     layout = rows_layout(source.arrays, rank, ranks)
     staging = StagingPool()
 

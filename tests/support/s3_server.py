@@ -66,7 +66,7 @@ class SeaweedFS:
     """SeaweedFS with its data in a folder. It can be killed, and started again at the same address.
 
     Args:
-        folder: for its data and its log.
+        folder: folder for its data and its log.
     """
 
     def __init__(self, folder: Path) -> None:

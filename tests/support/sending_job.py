@@ -21,7 +21,7 @@ from weighbridge.integrations.vllm.trainer import WeighbridgeTrainerInitInfo
 
 
 class Held(WeightSource):
-    """Tensors that are there."""
+    """Source of tensors that are in memory."""
 
     def __init__(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         self._weights = weights

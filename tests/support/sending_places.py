@@ -70,7 +70,7 @@ class SendingPlace:
         assert not self.server.is_paused()
 
     def versions(self, **which: Any) -> list[Any]:
-        """Those of the model, the newest first."""
+        """Versions of the model, the newest first."""
         with TrainerClient(self.service.address) as client:
             return client.versions(self.model, **which)
 

@@ -110,8 +110,8 @@ class ServiceProcess:
     Attributes:
         process: it.
         ready: the line that it has said when it was.
-        address: for gRPC.
-        url: for HTTP.
+        address: address for gRPC.
+        url: URL for HTTP.
     """
 
     process: ForkedPython
@@ -133,7 +133,7 @@ def service_process(
 
     Args:
         store: its store.
-        options: of the command.
+        options: options of the command.
         stderr, environment: as for `ForkedPython`.
     """
     line = ("weighbridge", "serve", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--store", store)
@@ -152,7 +152,7 @@ class FamilyService:
     """A service that maps families, in this process or in one of another Python environment.
 
     Attributes:
-        address: for gRPC.
+        address: address for gRPC.
         store: its folder.
     """
 

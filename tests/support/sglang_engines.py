@@ -51,7 +51,7 @@ def environment(tp: int, cache: Path) -> dict[str, str]:
 
 
 def update(driver: SglangServer, version: int) -> float:
-    """Take a server to a version, as an agent does; gives the seconds for which it was paused."""
+    """Take a server to a version, as an agent does; returns the seconds for which it was paused."""
     driver.prepare(version)
     started = time.monotonic()
     driver.pause()
@@ -92,7 +92,7 @@ class Ranks:
             )
 
     def tell(self, *command: object) -> list[dict[str, Any]]:
-        """Tell all ranks the same; what each answers. None may refuse."""
+        """Send all ranks the same command; returns each rank's answer. No rank may refuse."""
         answers = self._answers(*command)
         for answer in answers:
             assert "refused" not in answer, answer

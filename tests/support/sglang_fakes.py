@@ -26,15 +26,15 @@ class FakeSglang:
     """One engine.
 
     Attributes:
-        url: of its server.
-        calls: what it was asked for, in that order.
+        url: URL of its server.
+        calls: requests in the order in which they came.
         history: slices of each rank and the label, of each version that it has taken.
         holds: bytes of its slices.
         paused: whether it stands still.
-        refuse: what it is to refuse, by the version's number: ``prepare`` or ``apply``.
-        info: what it says of itself besides ``tp_size``.
+        refuse: calls that it refuses, by the version's number: ``prepare`` or ``apply``.
+        info: fields of its server info besides ``tp_size``.
         adapters: tensors and config of each adapter that it has, by its name; of one from a folder, the folder.
-        loading: is called when an adapter is loaded.
+        loading: called when an adapter is loaded.
     """
 
     def __init__(self, tp: int) -> None:

@@ -60,7 +60,7 @@ class SigningAuthority:
     """An authority that issues certificates for signing.
 
     Args:
-        folder: where their files go.
+        folder: folder for the files of certificates.
     """
 
     def __init__(self, folder: Path, name: str = "authority") -> None:

@@ -61,7 +61,7 @@ class UpdateWeightFromDistributed:
 
 
 def install(framework: str) -> ModuleType:
-    """Put the modules in place that a trainer actor has imported; the one of the actor's class."""
+    """Put the modules in place that a trainer actor has imported; returns the module of the actor's class."""
     ray = ModuleType("ray")
     ray.get = _get  # type: ignore[attr-defined]
     groups = ModuleType(f"{framework}.utils.distributed_utils")

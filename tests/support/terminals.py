@@ -47,7 +47,7 @@ class Terminal:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def said(self, typed: str, wanted: str, seconds: float = 60) -> str:
-        """Type something, and wait until something is shown; gives what was shown since."""
+        """Type a text, and wait until another one is shown; returns what was shown since."""
         self.shown = ""
         os.write(self.master, typed.encode())
         end = time.monotonic() + seconds
@@ -58,14 +58,14 @@ class Terminal:
         return self.shown
 
     def ended(self, seconds: float = 60) -> int:
-        """Wait until the program has ended, and all it has shown has come; its exit code."""
+        """Wait until the program has ended and all its output has come; returns its exit code."""
         end = time.monotonic() + seconds
         while self._read():
             assert time.monotonic() < end, self.shown
         return self.process.wait(seconds)
 
     def _read(self) -> bool:
-        """Read what is shown now; whether the program is still there."""
+        """Read the output that has come; returns whether the program still has the terminal open."""
         if not select.select([self.master], [], [], 0.2)[0]:
             return True
         try:

@@ -10,7 +10,7 @@ from weighbridge.follow.status import Status, label
 
 
 def push(server: str, model: str, folder: str, rank: str, ranks: str, step: str, lane: str) -> None:
-    """Push a rank's part of a folder's tensors, and wait until the version is durable; the line is its number."""
+    """Push a rank's part of a folder's tensors, and wait until the version is durable; prints the version's number."""
     from safetensors.torch import load_file
 
     from weighbridge import TrainerClient
@@ -24,7 +24,7 @@ def push(server: str, model: str, folder: str, rank: str, ranks: str, step: str,
 
 
 def engine(server: str, model: str, lane: str) -> None:
-    """Answer an agent until killed; the first line says where."""
+    """Answer an agent until killed; the first printed line is the address."""
     from tests.support.json_servers import json_server
     from weighbridge import EngineClient
 

@@ -64,7 +64,7 @@ class Whole:
         return read_blob(self.tensors[blob_name(rank)], blob_name(rank))
 
     def fill(self, fit: Fit, rank: int = 0) -> int:
-        """Fill a rank; gives how many bytes it takes."""
+        """Fill a rank; returns the number of bytes that it takes."""
         filling = fit(StoredState("tests/m:training@1", without_blobs(self.specs), self.values(rank).trainer))
         with torch.no_grad():
             for placement, tensor in zip(filling.layout.placements, filling.tensors, strict=True):

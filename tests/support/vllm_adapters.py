@@ -27,7 +27,7 @@ MIDDLEWARE = "weighbridge.integrations.vllm_adapters.middleware.Adapters"
 MODULES = ("q_proj", "v_proj", "down_proj")
 PROMPTS = (PROMPT, LONG_PROMPT)
 _MARGIN = 0.02
-"""Of logits, far above what the order of sums changes in float32."""
+"""Least lead of a logit, far above what the order of sums changes in float32."""
 _ASK_SECONDS = 300
 
 
@@ -36,7 +36,7 @@ class Refused:
     """An answer that is an error.
 
     Attributes:
-        status: of HTTP; 0 if no answer came.
+        status: HTTP status; 0 if no answer came.
         text: the message.
     """
 
@@ -50,8 +50,8 @@ class Said:
 
     Attributes:
         model: the version that it names.
-        text: of the new tokens.
-        logprobs: of each of them, if they were asked for.
+        text: text of the new tokens.
+        logprobs: log-probability of each of them, if the request asked for it.
     """
 
     model: str
@@ -64,7 +64,7 @@ class Adapters:
     """A service, and what each version of each model in it says.
 
     Attributes:
-        said: how the merged model goes on, by version of the adapter or of the base and by prompt.
+        said: completions by the merged model, by version of the adapter or of the base and by prompt.
         bases: folders of the base, by version.
     """
 
@@ -96,11 +96,11 @@ class Adapters:
         """A version of an adapter that goes on with the prompts in a way that no rounding changes.
 
         Args:
-            name: of the adapter.
-            seed: of its weights.
+            name: name of the adapter.
+            seed: seed of its weights.
             base: version of the base.
-            before: is called with the number that it gets, before any ref names it.
-            options: of the adapter's config.
+            before: called with the number that it gets, before any ref names it.
+            options: options of the adapter's config.
         """
         texts, margin = dict[str, str](), 0.0
         while margin < _MARGIN:

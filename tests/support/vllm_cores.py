@@ -60,8 +60,8 @@ def watched(bring: Callable[..., Any], backend: str = "weighbridge") -> Core:
     """A core that the plug-in watches over.
 
     Args:
-        bring: what its one worker does, with the core in the worker's place.
-        backend: of weight transfer.
+        bring: call of its one worker, with the core in the worker's place.
+        backend: backend of weight transfer.
     """
     own = {name: each for name, each in vars(Core).items() if name not in ("__dict__", "__weakref__")}
     base = type("Core", (), own)  # the methods of vLLM's class are replaced, and each test has one of its own

@@ -65,7 +65,7 @@ class Engine:
         return [str(found.outputs[0].text).strip(), part, status["served"], status["stale"]]
 
     def update(self, version: int, draft: str = "") -> str:
-        """By vLLM's own calls."""
+        """Update by vLLM's own calls."""
         self.llm.start_weight_update()
         try:
             self.llm.update_weights({"update_info": {"version": version, "draft": draft}})

@@ -24,11 +24,11 @@ class FakeEngine:
     """One engine, whose workers do the same.
 
     Attributes:
-        index: among those of the server.
-        workers: how many it has.
+        index: its number among the engines of the server.
+        workers: number of its workers.
         fails: the phases that it cannot do; ``prepare`` as one that cannot reach the service.
         served: version in its parameters; None for none.
-        instance: which start of it this is.
+        instance: identity of this start of the engine.
         asleep: whether its weights have no memory, and updates wait.
     """
 
@@ -48,7 +48,7 @@ class FakeEngine:
     waiting: int | None = None
 
     def do(self, phase: str, version: int | None) -> str:
-        """Do what a phase is; what went wrong."""
+        """Run a phase; returns the error, or an empty text."""
         self.asked.append(phase if version is None else f"{phase} {version}")
         if phase in self.fails and phase != "prepare":
             return f"{phase} of version {version} failed, and the engine keeps version {self.served}"
@@ -148,7 +148,7 @@ class FakeVllm:
         return await self.of_vllm(method, None, args, kwargs)
 
     def answer(self, path: str, body: Mapping[str, Any]) -> Answer:
-        """Of the server's routes."""
+        """Answer of one of the server's routes."""
         path, _, _ = path.partition("?")
         match path:
             case "/collective_rpc":

@@ -96,7 +96,7 @@ class Growing(OnlineFp8):
 
 @register_quantization_config(NAME)
 class Config(QuantizationConfig):  # type: ignore[misc]
-    """Of this quantisation."""
+    """Config of this quantization."""
 
     def get_name(self) -> str:
         return NAME

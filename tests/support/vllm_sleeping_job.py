@@ -78,7 +78,7 @@ class Engine:
         return found
 
     def update(self, version: int) -> str:
-        """By vLLM's own calls."""
+        """Update by vLLM's own calls."""
         self.llm.start_weight_update()
         try:
             self.llm.update_weights({"update_info": {"version": version}})

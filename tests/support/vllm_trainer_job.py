@@ -113,7 +113,7 @@ class Rank:
                 local.copy_(rows[self._rank])
 
     def hold(self, until: str) -> None:
-        """Stop in the middle of the source until this file is there; empty for no longer."""
+        """Stop in the middle of the source until this file exists; an empty path ends that."""
         self._source.until = until
 
     def misname(self, name: str) -> None:
@@ -129,7 +129,7 @@ class Rank:
         self._client.loses = on
 
     def send(self) -> int | None:
-        """Send the weights; how many bytes this rank has pushed, if it pushes."""
+        """Send the weights; returns the number of bytes that this rank has pushed, or None if it has pushed none."""
         before = self._engine.pushed
         self._engine.send_weights()
         pushed = self._engine.pushed

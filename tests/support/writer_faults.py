@@ -39,7 +39,7 @@ FIRST_TOKEN = 1 << 9
 _POSITION_BITS = 14
 _PUSH_SECONDS = 30.0
 _BUSY_CYCLES = 2_000_000_000
-"""Of a GPU: for about a second it computes what copies wait for."""
+"""Cycles of a GPU: it computes for about a second, and copies wait for that."""
 _CLOSE_SECONDS = 0.1
 """Seconds that a writer waits for its client to close before it goes on: closing may wait for the copy."""
 
@@ -71,9 +71,9 @@ class Push:
     """One push.
 
     Attributes:
-        model: of which model.
+        model: model of the push.
         step: the training step. Pushes of one step are attempts at the same version.
-        token: what its tensors are made of; see `pattern`.
+        token: token of its tensors; see `pattern`.
         halts_at: the part of its shards after which it halts; None if it does not.
         under_way: whether it only says that it halts, while a GPU has yet to copy all of it, and goes on by itself.
     """
@@ -247,7 +247,7 @@ class WriterProcess:
     """A process with a client of the local lane.
 
     Args:
-        address: of the service.
+        address: address of the service.
     """
 
     def __init__(self, address: str) -> None:

@@ -44,9 +44,9 @@ from weighbridge_service.exports.jobs import Exports
 
 _METHODS = tuple(method for service in SERVICES for method in service.methods)
 _SECONDS = 0.03
-"""After which a call that waits is given up."""
+"""Seconds after which a call that waits is cancelled."""
 _PATIENCE = 30.0
-"""For what has to come."""
+"""Seconds to wait for what has to come."""
 _MOST_RESPONSES = 4
 _MEMORY = Path("/dev/shm")
 _BOUNDS = Bounds(seconds=8.0, mb=128.0)
@@ -59,7 +59,7 @@ class Fault(AssertionError):
 
 @contextmanager
 def _served(*models: str, **settings: Any) -> Iterator[tuple[RunningService, TinyModel, Callable[[], None]]]:
-    """A service with some versions of some models, and what raises if it has logged a traceback. In the end it must still serve."""
+    """A service with some versions of some models, and a function that raises if it has logged a traceback. At the end it must still serve."""
     with ExitStack() as stack:
         place = stack.enter_context(tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None))
         folder = Path(place)

@@ -296,7 +296,7 @@ class _Room:
         """There is room."""
 
     def give(self, nbytes: int) -> None:
-        """It comes back."""
+        """Take room back; nothing to do."""
 
 
 def _frame(data: bytes) -> None:

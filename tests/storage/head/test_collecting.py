@@ -138,7 +138,7 @@ class Bench:
         return collect(store, heads, SMOL, grace=GRACE, clock=self.clock, dry_run=dry_run)
 
     def collect_all(self) -> Collection:
-        """Collect, let the grace time pass, and collect again; what the second time did."""
+        """Collect, let the grace time pass, and collect again; returns the second collection."""
         self.collect()
         self.now_ms += GRACE.ms
         return self.collect()

@@ -75,7 +75,7 @@ class Bench:
         self.heads.update(SMOL, lambda head: (delete_model(head, self.now_ms), None))
 
     def collect(self) -> set[int]:
-        """Collect as a service that has just been started; the numbers of whose folders there is something left."""
+        """Collect as a service that has just been started; returns the numbers of versions that still have objects."""
         heads = HeadStore(self.store, most_recent=FEW)
         collect(self.store, heads, SMOL, grace=GRACE, clock=lambda: self.now_ms)
         return {

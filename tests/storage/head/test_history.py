@@ -323,7 +323,7 @@ def publish_next(history: History) -> Head:
 def test_a_writer_that_was_stalled_beyond_every_collection_writes_no_head_that_leads_nowhere(
     watched: Watched,
 ) -> None:
-    """It has written its nodes, and wakes up when others have changed the head and collected twice."""
+    """The writer has written its nodes, and wakes up after others have changed the head and collected twice."""
     heads = HeadStore(watched)
     push_many(heads, 300)
     stalls = [True]

@@ -30,7 +30,7 @@ from weighbridge_storage.stores.local import LocalStore
 SMOL, ALICE, BOB = ModelName("acme", "smol"), ModelName("acme", "alice"), ModelName("acme", "bob")
 RUNS = rounds("PIN_RUNS")
 BASES = range(1, 3)
-"""Versions of the base that may be deleted; the one behind them is the latest."""
+"""Versions of the base that may be deleted; the next one is the latest."""
 
 
 def _pin(version: int, adapter: ModelName = ALICE, by: str = "", doubt: str = "") -> PinEntry:

@@ -134,7 +134,7 @@ class AdmissionInAnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.line)
     @rule(data=st.data())
     def look(self, data: st.DataObject) -> None:
-        """Those who wait look again, in any order."""
+        """Waiting requests try again, in any order."""
         for entry in data.draw(st.permutations(self.line)):
             self._try(*entry)
 
@@ -189,7 +189,7 @@ TestAdmissionInAnyOrder.settings = settings(
 
 
 def _taking(pool: ImagePool, nbytes: int, name: str, done: list[str]) -> threading.Thread:
-    """Someone who waits for an image, says that it has come, and gives it back."""
+    """Thread that waits for an image, records that it has come, and releases it."""
 
     def take() -> None:
         with pool.queue({"a": nbytes}, ImageOwner(name, 1)) as request:
