@@ -21,7 +21,7 @@ class Cells:
     Attributes:
         test: file and name, from the folder of the tests; or a file alone, of which all cases run but those on S3.
         run: ids of the cases; those that begin with one of these.
-        held_by: test that holds the promise where the other cases do not run.
+        held_by: explanation of what covers the promise where the other cases do not run.
     """
 
     test: str
