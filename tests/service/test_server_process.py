@@ -1,4 +1,4 @@
-"""Does the service start, say so, drain and stop as a process under a supervisor needs it to?"""
+"""Does the service start, report that it is ready, drain and stop as a supervisor requires?"""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_a_process_for_weight_maps_that_dies_is_started_again(tmp_path: Path, hf
         assert second != first
         service.process.kill()
         service.process.wait(60)
-        eventually(lambda: not second.exists())  # nobody is left who could ask it
+        eventually(lambda: not second.exists())  # it ends with the service, its only client
 
 
 def test_a_second_signal_ends_the_process_at_once(

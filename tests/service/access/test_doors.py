@@ -1,4 +1,4 @@
-"""Does each door know who comes, for as long as that counts, and is it written down?"""
+"""Does each entry point identify its caller, for as long as the credential is valid, and is that audited?"""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory, source: TinyModel) -> Iterator[RunningService]:
-    """A service of one model and version, where each knows their own part."""
+    """A service with one model and one version, whose policy gives each identity its own scopes."""
     folder = tmp_path_factory.mktemp("doors")
     policy = policy_file(
         folder,
@@ -76,7 +76,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, source: TinyModel) -> Iter
 
 
 def entries(running: RunningService, **wanted: str) -> list[Mapping[str, Any]]:
-    """Lines of the audit log that say this."""
+    """Lines of the audit log that contain these values."""
     audit = running.service.config.audit
     assert audit is not None
     lines = [json.loads(line) for line in audit.read_text().splitlines()]
@@ -275,7 +275,7 @@ def test_a_stream_ends_with_its_token_and_goes_on_with_the_next_one(
         identity("engine", ["pull"], subjects=["test|engine"]),
     )
     shown = tmp_path / "token"
-    shown.write_text(issuer.token("engine", seconds=-27))  # 30 s are allowed for
+    shown.write_text(issuer.token("engine", seconds=-27))  # 30 s of clock skew are allowed
     with (
         running_service(tmp_path / "store", policy=policy, policy_look=0.0, standing_look=0.2) as running,
         TrainerClient(running.address, credentials=Credentials(token="trainers")) as trainer,
@@ -295,7 +295,7 @@ def test_a_stream_ends_with_its_token_and_goes_on_with_the_next_one(
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
         assert heard.get(timeout=20) == 1
-        shown.write_text(issuer.token("engine"))  # as the one before is about to end
+        shown.write_text(issuer.token("engine"))  # a new token, shortly before the old one expires
         ended = b'weighbridge_grpc_calls_total{code="UNAVAILABLE",method="WatchRefs"}'
         eventually(lambda: ended in running.metrics.text())
         trainer.push_folder(MODEL, source.folder, step=2).wait(timeout=60)

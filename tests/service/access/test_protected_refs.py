@@ -1,4 +1,4 @@
-"""Does a protected ref move by every door as two identities want it, and by no other way?"""
+"""Does a protected ref move only when two identities agree, through every entry point?"""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_ref_moves_when_another_identity_approves_at_any_replica(fleet: Fleet)
 @pytest.mark.parametrize("face", ["grpc", "http", "page"])
 def test_the_audit_log_says_what_each_call_has_changed(fleet: Fleet, face: str) -> None:
     def lines(number: int) -> list[dict[str, Any]]:
-        """Of the newest lines, what they say of the change."""
+        """The fields of the newest lines that describe the change."""
         wanted = ("identity", "result", "version", "before", "after", "state")
         found = [json.loads(line) for line in fleet.audit.read_text().splitlines()]
         return [{key: line[key] for key in wanted if key in line} for line in found[-number:]]
@@ -262,7 +262,7 @@ def test_an_approval_counts_no_longer_than_its_giver_may_approve(fleet: Fleet) -
     assert missing() == 2
     assert approve(fleet, "cid", request).missing == 1
     assert fleet.refs()["prod"] == 1
-    # nor is anything done that was asked for by somebody who may not ask any longer
+    # a request has no effect once its requester has lost the scope for it
     fleet.policy.write_text(
         policy.replace(f'"tag:{MODEL}@prod", "approve:{MODEL}@prod"', f'"look:{MODEL}"', 1)
     )

@@ -1,4 +1,4 @@
-"""Does a client over its limits hear so, with a time, and does nobody else notice?"""
+"""Is a client over its limits refused with a time to retry after, without an effect on other clients?"""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def register(running: RunningService, source: TinyModel, *models: str) -> None:
 
 
 def refusals(folder: Path, identity_: str) -> list[str]:
-    """Actions that were refused for want of room, as the audit log has them."""
+    """Actions in the audit log that were refused because a quota was used up."""
     lines = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
     return [
         line["action"]
@@ -145,7 +145,7 @@ def test_a_namespace_holds_no_more_than_it_may_and_deleting_makes_room(
             client.set_retention(MODEL, Retention(keep_last=1))
             client.collect(MODEL)
             with pytest.raises(ResourceExhausted):
-                push(running.address, source, 4)  # what is retired is still there
+                push(running.address, source, 4)  # the store still holds retired versions
             eventually(lambda: client.collect(MODEL).deleted)
         assert push(running.address, source, 4) == 3
 
@@ -168,7 +168,7 @@ def test_what_a_namespace_holds_is_known_after_a_restart_and_without_the_ledger(
     tmp_path: Path, source: TinyModel
 ) -> None:
     stored = size_of(source) + 1000
-    with service(tmp_path) as running:  # without a limit, nobody keeps a ledger
+    with service(tmp_path) as running:  # without a limit, the service keeps no ledger
         register(running, source, MODEL, OTHER)
         push(running.address, source, 1)
     for _ in range(2):
@@ -394,7 +394,7 @@ def test_a_client_that_is_told_of_a_short_time_comes_back_after_it_and_not_befor
 
 @contextmanager
 def slow_stream(running: RunningService) -> Iterator[None]:
-    """A pull of ``a`` that has its place, and waits for its pace until the block ends."""
+    """A pull by ``a`` that holds a stream slot, and is throttled until the block ends."""
     quotas = running.service.quotas.identities
     clock = quotas.clock
     assert isinstance(clock, Clock)
@@ -462,7 +462,7 @@ def test_calls_of_who_is_refused_streams_without_end_are_put_off_and_those_of_ot
                     for _ in range(30):
                         other.models()
                     assert time.monotonic() - started < 27.0, "each would be put off for a second"
-            # the place is free, but who was told to wait has to
+            # the slot is free, but a refused client still has to wait
             clock.now = frozen
             refused()
             clock.now += 10**9

@@ -1,4 +1,4 @@
-"""Is somebody recognised by what they show, and by nothing else?"""
+"""Is a caller identified by its credentials, and by nothing else?"""
 
 from __future__ import annotations
 

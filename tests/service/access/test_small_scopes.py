@@ -1,4 +1,4 @@
-"""Does somebody who may little, or nothing, learn or do nothing beyond that by any door?"""
+"""Is a caller with few scopes, or none, unable to read or do more than these through any entry point?"""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Doors:
         return [json.loads(line) for line in audit.read_text().splitlines()]
 
     def take_away(self, name: str) -> None:
-        """Somebody is no longer known."""
+        """Remove an identity from the policy."""
         write_policy(self.policy.parent, {other: may for other, may in SCOPES.items() if other != name})
 
 
@@ -144,7 +144,7 @@ def _got(doors: Doors, operation: Operation[Any], name: str, after: str) -> tupl
 def test_a_list_over_models_has_what_is_of_models_that_the_caller_may_look_at(
     doors: Doors, operation: Operation[Any], ask: Callable[..., tuple[str, str]]
 ) -> None:
-    """Page by page, and no page says where one begins that the caller may not look at."""
+    """Page by page; no page token reveals a model that the caller may not look at."""
     if ask is _got and not operation.http:
         pytest.skip("HTTP has no such route")
     for name, seen in (("root", MODELS), ("small", (MINE,))):

@@ -39,7 +39,7 @@ SCOPES = [
     f"approve:{MODEL}@other",
 ]
 UNKNOWN = ["", "wrong", "expired", "other audience"]
-"""What is shown by those who are nobody."""
+"""Credentials that belong to no identity."""
 
 
 def table(column: int) -> dict[str, Verb]:

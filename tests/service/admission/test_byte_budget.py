@@ -1,4 +1,4 @@
-"""Does the service hold no more weights in flight than it may, and does everybody get their share of that?"""
+"""Does the service stay within its limit for weights in flight, and does every host get its share?"""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def all_room_taken(service: RunningService) -> Iterator[None]:
 
 
 def refused(service: RunningService) -> float:
-    """Pulls that were told that there is no room."""
+    """Number of pulls that were refused with RESOURCE_EXHAUSTED."""
     found = service.metrics.registry.get_sample_value(
         "weighbridge_grpc_calls_total", {"method": "Pull", "code": "RESOURCE_EXHAUSTED"}
     )
@@ -231,7 +231,7 @@ def test_a_pull_that_finds_no_room_until_its_deadline_is_told_when_to_try_again(
 
     with all_room_taken(service):
         refusals = (refusal() for _ in range(5))
-        # on a busy machine the deadline may come before what is said a quarter of a second earlier
+        # on a busy machine the deadline may pass before the refusal, which is due a quarter of a second earlier
         told = next(each for each in refusals if each.code() is not grpc.StatusCode.DEADLINE_EXCEEDED)
     assert told.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     status = rpc_status.from_call(told)

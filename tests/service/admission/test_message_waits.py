@@ -1,4 +1,4 @@
-"""Which waits for messages end, and when?"""
+"""Do waits for messages end at their time, sooner when memory grows, and the longest first?"""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_message_that_comes_at_ten_megabytes_a_second_outlives_the_first_alarm
 
 
 class Memory:
-    """What a process is said to hold, for the thread that watches it."""
+    """The private memory of the process as the watching thread reads it, set by hand."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nbytes, self.trims, self.looks = 1 << 30, 0, 0
@@ -67,12 +67,12 @@ def waits(memory: Memory) -> Iterator[MessageWaits]:
 
 
 def run_away(waits: MessageWaits, memory: Memory, nbytes: int) -> None:
-    """Memory grows while somebody waits, who is ended for it; what he leaves goes back."""
+    """Let memory grow during a wait: the wait ends, and the memory goes back to the system."""
     ended, before = threading.Event(), memory.trims
     with waits.waiting(ended.set):
         time.sleep(0.03)  # longer than a wait that is never ended
         looks = memory.looks
-        eventually(lambda: memory.looks >= looks + 2)  # so that it is known how much there was before
+        eventually(lambda: memory.looks >= looks + 2)  # the size before the growth was read
         memory.nbytes += nbytes
         assert ended.wait(60)
     eventually(lambda: memory.trims > before)

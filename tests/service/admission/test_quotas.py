@@ -1,4 +1,4 @@
-"""How much may each host have?"""
+"""Is each host limited to its share?"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_no_host_can_shut_others_out(total: int, asked: list[tuple[str, int]]) -
             continue
         held[host] += more
         assert held.total() <= total
-        # whoever has more than a fourth has left a fourth free for others when it took it
+        # a host that takes more than a fourth must leave a fourth free for others
         assert held[host] <= total / 4 or total - held.total() >= total // 4
 
 

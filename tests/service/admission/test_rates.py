@@ -1,4 +1,4 @@
-"""How often may a host begin a call?"""
+"""Is the rate at which a host begins calls limited?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Clock:
 
 
 def allowed(rates: Rates, host: str, calls: int) -> int:
-    """How many of so many calls may begin."""
+    """Number of these calls that may begin."""
     begun = 0
     for _ in range(calls):
         try:

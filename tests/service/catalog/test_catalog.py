@@ -1,4 +1,4 @@
-"""What a process knows of versions beyond the store, and what ``live`` names meanwhile."""
+"""Does ``live`` resolve correctly while a process knows versions that the store does not have yet?"""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def catalog(store: CountingStore) -> Catalog:
 
 def test_a_version_that_fails_while_live_is_looked_up_is_not_named_by_it(store: CountingStore) -> None:
     class Failing(Snapshots):
-        """A version fails right after somebody has seen that it is ready."""
+        """Snapshots of a version that fails right after a reader has seen it ready."""
 
         def of_model(self, name: ModelName) -> dict[int, VersionSnapshot]:
             found = super().of_model(name)

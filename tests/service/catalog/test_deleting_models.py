@@ -1,4 +1,4 @@
-"""A running service that deletes models: do pushes, readers, watches, other replicas and its own caches come out of it well?"""
+"""Do pushes, readers, watches, other replicas and caches handle the deletion of a model by a running service?"""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_model_that_was_registered_wrongly_is_deleted_and_registered_anew_at_e
                 running.service.catalog.resolve(ModelName.parse(MODEL), "latest")
         with pytest.raises(NotFound):
             client.delete_model(MODEL)
-    # the first replica has deleted it, the second one remembers the tensors of before
+    # the first replica has deleted the model, the second one has the old tensors cached
     assert push(second, wide) == 2
     for running in replicas:
         check_pulled(running, wide)
@@ -94,7 +94,7 @@ def test_a_repeated_request_does_not_delete_what_was_registered_since(
 def test_no_replica_knows_a_deleted_model_s_versions_for_those_of_its_successor(
     replicas: list[RunningService], narrow: TinyModel, wide: TinyModel
 ) -> None:
-    """The version of before is in the memory of one replica; another one deletes the model, and it is registered with other tensors."""
+    """One replica has the old version in memory; another one deletes the model, which is registered again with other tensors."""
     holder, other = replicas
     push(holder, narrow)
     name = ModelName.parse(MODEL)

@@ -1,4 +1,4 @@
-"""Which models does a process remember, and is what it forgets there all the same?"""
+"""Does a process cache only so many models, and load an evicted one again?"""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_idle_models_are_forgotten_and_load_again_when_they_are_asked_for(
         assert_equal(engine, names[-2], "latest", source.arrays)
         trainer.register_files("acme/further", source.files)
         assert remembered(running) == [names[-2], "acme/further"]  # used last
-        # what is forgotten is there all the same
+        # evicted models are still listed and load again
         assert [model.name for model in trainer.models()] == sorted([*names, "acme/further"])
         assert [version.number for version in trainer.versions(names[0])] == [1]
         assert trainer.register_files(names[0], source.files).refs == {"latest": 1, "live": 1}

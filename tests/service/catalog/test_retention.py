@@ -1,4 +1,4 @@
-"""A running service: does it keep what it is told to, delete the rest, and disturb nobody who reads, over every face?"""
+"""Does a running service keep the versions that its policy names, delete the others, and disturb no reader, over gRPC and HTTP?"""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Bench:
         self.engine.close()
 
     def source(self, number: int) -> TinyModel:
-        """What version ``number`` was made of."""
+        """The model from which version ``number`` was pushed."""
         return self.sources[number % 2]
 
     def add(self, count: int = 1) -> None:
@@ -80,7 +80,7 @@ class Bench:
         return self.trainer.collect(MODEL)
 
     def stored(self) -> set[int]:
-        """Versions of which something lies in the store."""
+        """Versions that have objects in the store."""
         prefix = ModelName.parse(MODEL).prefix + "versions/"
         return {int(key[len(prefix) :][:12]) for key in self.service.catalog.store.list(prefix)}
 
@@ -298,7 +298,7 @@ def test_one_model_that_cannot_be_collected_stops_no_other(local: Bench) -> None
     assert local.service.collecting.failures == 2
 
 
-# -- what nobody should ask for ------------------------------------------------------------------------------------------
+# -- invalid requests ----------------------------------------------------------------------------------------------------
 
 
 def test_what_a_ref_names_and_what_is_not_there_cannot_be_deleted(local: Bench) -> None:

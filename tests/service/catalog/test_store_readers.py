@@ -1,4 +1,4 @@
-"""Can whoever began to read a version read it to its end, and is nothing written for those who are quick?"""
+"""Can a reader that began a version finish it, and do quick readers write no lease?"""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Clock:
 
 
 def leases_in(store: ObjectStore) -> dict[str, int]:
-    """When each lease ends, by the version's folder and the reader."""
+    """End of each lease in Unix milliseconds, by the version's folder and the reader."""
     keys = list(store.list(SMOL.prefix + "leases/"))
     return {
         key.removeprefix(SMOL.prefix + "leases/"): json.loads(store.get(key)[0])["until_ms"] for key in keys

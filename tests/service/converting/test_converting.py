@@ -84,7 +84,7 @@ from weighbridge_service.models import bridges
 from weighbridge_service.models.bridges import bridge_for
 
 KILLS = rounds("CONVERT_KILLS")
-"""How often a conversion is killed in each direction."""
+"""Number of kills of a conversion in each direction."""
 SMALL_UNITS = 100_000
 
 FAMILIES: list[tuple[str, bool, dict[str, Any]]] = [
@@ -414,7 +414,7 @@ def test_the_config_of_a_folder_names_the_dtype_of_its_weights(tmp_path: Path) -
     fields = json.loads((tmp_path / "back/config.json").read_text())
     assert fields["dtype"] == fields["torch_dtype"] == "float32"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "back", torch_dtype="auto")
-    same(model.state_dict(), weights)  # to the bit: bfloat16 on the way would show
+    same(model.state_dict(), weights)  # to the bit: a cast to bfloat16 in between would show
 
 
 def test_a_checkpoint_is_imported_as_a_version(tmp_path: Path) -> None:
@@ -978,7 +978,7 @@ def test_the_current_folder_may_be_the_target(
     monkeypatch.chdir(tmp_path / "here")
     convert_folder(llama, Path("."))
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
-    monkeypatch.chdir(tmp_path)  # the folder of before has made room for another
+    monkeypatch.chdir(tmp_path)  # the conversion has replaced the directory that was the current one
     with pytest.raises(AlreadyExists):
         convert_folder(llama, Path("here"))
     with pytest.raises(InvalidArgument, match="cannot be made anew"):

@@ -47,7 +47,7 @@ OF_RANKS = ("fsdp4", "hsdp", "tp_fsdp", "fsdp1", "fsdp1_over_a_mesh")
 
 
 def _save(state: Any, folder: Path, rank: int) -> None:
-    """As verl's ``FSDPCheckpointManager`` does."""
+    """Save as verl's ``FSDPCheckpointManager`` does."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(state, folder / f"model_world_size_{RANKS}_rank_{rank}.pt")
 
@@ -413,7 +413,7 @@ def test_a_name_of_anything_is_told_in_a_short_line_that_can_be_printed(
 
 
 class _Called:
-    """What a pickle says is made by a call."""
+    """An object that a pickle makes by a call."""
 
     def __init__(self, made_by: Any, *arguments: Any) -> None:
         self.call = made_by, arguments

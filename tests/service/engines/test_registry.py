@@ -1,4 +1,4 @@
-"""Has the registry an end, whoever reports how much, and a place for others beside one who reports too much?"""
+"""Is the registry of engines bounded, and does one caller that reports too many leave room for others?"""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def registry(clock: Clock) -> EngineRegistry:
 
 
 def fill(registry: EngineRegistry, owner: Owner) -> int:
-    """Report ever new engines until one is refused; how many were taken."""
+    """Report new engines until one is refused; the number accepted."""
     for number in range(100):
         try:
             registry.take(owner, report(number))

@@ -1,4 +1,4 @@
-"""Is a report that could mislead whoever looks at engines refused, by the name of the field, or made plain?"""
+"""Is a misleading report of an engine refused, with the name of the field, or made harmless?"""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ from weighbridge_service.models.model_tensors import ModelTensors, tensors_found
 
 TOLERANCE = 1e-4
 FACTOR = -2
-"""What ranks multiply every weight by before the second push; exact in every dtype."""
+"""The factor by which ranks multiply every weight before the second push; exact in every dtype."""
 
 Source = tuple[PretrainedConfig, dict[str, Tensor], list[Tensor]]
 """A config, weights by their official names, and logits of the model and of each layer predicting further tokens."""
@@ -239,7 +239,7 @@ def import_folder(service: FamilyService, name: str, folder: Path) -> int:
 def _rank(
     rank: int, address: str, run: str, parallel: Parallel, cases: Sequence[Case]
 ) -> list[tuple[list[Tensor] | None, int, int]]:
-    """What a trainer does with each model: restore, compute, push, change every weight, push again."""
+    """Restore each model as a trainer does, compute, push, change every weight, and push again."""
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
     from tests.support.megatron_families import build_family_model, family_logits
@@ -312,7 +312,7 @@ def test_weights_go_to_megatron_and_back_bit_for_bit(
 
 
 def multiplied(name: str, weight: Tensor) -> Tensor:
-    """What becomes of a weight of which ranks multiply what they hold by `FACTOR`."""
+    """A weight of the files after ranks have multiplied their shards by `FACTOR`."""
     if name.endswith(".linear_attn.norm.weight"):  # they hold it less one
         return (weight - 1) * FACTOR + 1
     return weight * FACTOR

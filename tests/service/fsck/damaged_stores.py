@@ -32,7 +32,7 @@ def fsck(location: Path | str, *options: str) -> tuple[int, dict[str, list[dict[
 
 
 def findings(location: Path | str, *options: str, model: ModelName = NAME) -> list[tuple[int | None, str]]:
-    """What is wrong with one model and not repaired; with all others nothing is."""
+    """The findings of one model that were not repaired; no other model may have any."""
     _, found = fsck(location, *options)
     assert not any(found[name] for name in found if name != str(model))
     return [(f["number"], f["what"]) for f in found[str(model)] if not f["repaired"]]

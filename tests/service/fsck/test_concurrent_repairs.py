@@ -1,4 +1,4 @@
-"""Repairs beside services and other repairs: do they harm no version, and do what one does?"""
+"""Are repairs beside services and other repairs safe for every version, with the result of a single repair?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weighbridge_storage.stores.local import LocalStore
 
 
 def test_repairs_beside_a_service_that_receives_harm_no_version(folder: Path, template: Path) -> None:
-    """Not what the documentation asks for, but what somebody will do."""
+    """The documentation requires stopped services for a repair, but some users will not stop them."""
     stop = threading.Event()
     failures: list[BaseException] = []
 

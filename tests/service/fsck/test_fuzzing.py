@@ -1,4 +1,4 @@
-"""Whatever a store has become: does fsck end as it promises, and lose nothing that is whole?
+"""Does fsck end as it promises on any damaged store, and lose nothing that is whole?
 
 ``WEIGHBRIDGE_STORE_RUNS=2000`` spoils as many stores in each test; ``WEIGHBRIDGE_SEED`` chooses the first one's seed.
 """
@@ -41,7 +41,7 @@ FORGOTTEN = 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command has done.
+    """The outcome of a command.
 
     Attributes:
         code: its exit code.
@@ -52,7 +52,7 @@ class Outcome:
     said: dict[str, Any]
 
     def findings(self, *, repaired: bool | None = None) -> set[tuple[str, int | None, str]]:
-        """What was found: model, version and sentence; all of it, or what is repaired, or is not."""
+        """Findings as model, version and sentence: all, or those that were (or were not) repaired."""
         return {
             (model["name"], found["number"], found["what"])
             for model in self.said.get("models", ())
@@ -63,7 +63,7 @@ class Outcome:
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_flush(module_monkeypatch: pytest.MonkeyPatch) -> None:
-    module_monkeypatch.setattr(os, "fsync", lambda _file: None)  # nobody pulls the plug here
+    module_monkeypatch.setattr(os, "fsync", lambda _file: None)  # no test simulates a power loss
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def durable_versions(template: Path) -> list[Version]:
 
 
 def intact(versions: list[Version], there: Mapping[str, object]) -> list[Version]:
-    """Those of which nothing is spoilt."""
+    """The versions of which no file is damaged."""
     return [v for v in versions if all(there.get(key) == content for key, content in v.files.items())]
 
 

@@ -1,4 +1,4 @@
-"""Objects that belong to nothing: is what nobody can need deleted, and what may have been a version kept?"""
+"""Are stray objects deleted where no version can need them, and kept where they may have been a version?"""
 
 from __future__ import annotations
 

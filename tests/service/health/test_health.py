@@ -270,5 +270,5 @@ def test_a_damaged_head_is_named_with_what_to_do_and_hides_no_other_model(tmp_pa
 
 
 def named(running: RunningService, name: str) -> Check:
-    """What a check of a service found last."""
+    """The newest result of a check of a service."""
     return next(found for found in running.health.findings() if found.name == name)

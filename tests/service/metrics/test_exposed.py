@@ -76,7 +76,7 @@ def test_what_is_exposed_is_what_is_declared_and_promtool_has_nothing_against_it
     }
     for metric in declared.ALL:
         part, extra = ("_bucket", {"le"}) if metric.kind is Kind.HISTOGRAM else ("", set())
-        if metric.name + part in labels:  # there is none of what has not happened
+        if metric.name + part in labels:  # a labelled metric has no samples before its first event
             assert labels[metric.name + part] == {*metric.labels} | extra
     promtool("check", "metrics", text=text)
 

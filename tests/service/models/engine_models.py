@@ -174,7 +174,7 @@ def by_hand(
     experts: tuple[int, int, int, int] | None = None,
     count: int = 8,
 ) -> dict[str, Tensor]:
-    """What vLLM's loaders keep of a state dict, written down once more."""
+    """The tensors that vLLM's loaders keep of a state dict, computed independently."""
     expected = {}
     for name, whole in state.items():
         parts, part = size, rank

@@ -1,4 +1,4 @@
-"""Does the process that makes weight maps come back when it dies, and end when it is told to, whatever it is doing?"""
+"""Does the process that makes weight maps restart when it dies, and end on request in the middle of any work?"""
 
 from __future__ import annotations
 

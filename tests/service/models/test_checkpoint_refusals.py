@@ -292,7 +292,7 @@ STAGE_1 = (2, 3)
 
 @pytest.fixture(scope="module")
 def ranks(trainer: TrainerClient, folders: Mapping[str, Folder], tmp_path_factory: Any) -> Ranks:
-    """What four ranks hold of the registered `tests/ranks`: TP 2, PP 2, EP 2."""
+    """The layouts of four ranks of the registered `tests/ranks`: TP 2, PP 2, EP 2."""
     folder = folders["deepseek_v3_mtp"]
     trainer.register_model("tests/ranks", folder.write(tmp_path_factory.mktemp("ranks")))
     config = json.dumps(folder.config).encode()
@@ -514,7 +514,7 @@ def test_layers_of_prediction_that_the_model_was_registered_without_are_refused(
 
 
 def declare(address: str, name: str, layouts: Ranks) -> list[WeighbridgeError]:
-    """Push zeros with these layouts; what each rank that was refused was told."""
+    """Push zeros with these layouts; the errors of the refused ranks."""
     run = f"run-{next(_numbers)}"
 
     def push(rank: int) -> WeighbridgeError | None:

@@ -136,7 +136,7 @@ def test_a_cast_pull_resumes_in_the_middle_of_an_element(
 def _pulled(
     engine: EngineClient, message: weight_service_pb2.PullRequest
 ) -> list[weight_service_pb2.PullResponse]:
-    """What a message is answered with, as any client of the contract gets it."""
+    """The responses to a request, as any client of the contract receives them."""
     with RawClient(engine.server) as raw:
         found: list[weight_service_pb2.PullResponse] = raw.call(raw.weights.Pull, message)
         return found

@@ -1,4 +1,4 @@
-"""What may be registered under one name without a weight map, what goes on when there is one later, and what needs one?
+"""Can models without a weight map be registered, pushed and pulled, and go on when a later release has a map for them?
 
 Lists are stored beside heads.
 """
@@ -322,7 +322,7 @@ def test_a_list_that_is_lost_or_damaged_is_told_and_the_head_is_not_believed(cat
     with pytest.raises(DataLoss, match="list of the model's tensors, is missing") as caught:
         Catalog(catalog.store).model(NAME)
     assert "fsck" in caught.value.fix
-    # what needs no tensors goes on, and whoever has them mends it
+    # calls that need no tensors still work, and registering with the tensors restores the list
     assert [model.name for model in Catalog(catalog.store).list_models()] == [str(NAME)]
     Catalog(catalog.store).register_model(str(NAME), files(), found=FOUND)
     assert set(tensors(Catalog(catalog.store)).values()) == set(FOUND)

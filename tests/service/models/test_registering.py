@@ -1,4 +1,4 @@
-"""What may be registered under one name, again and again?
+"""Is a repeated registration under one name accepted if it is the same model, and refused otherwise?
 
 A head as a later release writes it is made by hand: a registration is JSON.
 """
@@ -75,7 +75,7 @@ def registered_as(**config: Any) -> RegisteredModel:
 
 
 def test_the_identity_of_a_model_stays_what_heads_have() -> None:
-    """Whoever changes what it is made of has to change `IDENTITY_FORMAT` as well."""
+    """A change to the fields of the identity requires a new `IDENTITY_FORMAT`."""
     golden = "2:99faad921c98456abbf296ccfb3b62d43abd820e89aa9ab82510fbd34277aab9"
     assert registered_as().identity == golden
     assert registered_as(rope_theta=5.0, max_position_embeddings=64).identity == golden
@@ -159,7 +159,7 @@ def test_what_the_files_of_an_import_lack_is_remembered_when_only_the_config_com
         again = one.register_model(str(NAME), content)  # as every rank of a trainer does
         assert again == imported
         assert one.model(NAME).tensors.keys() == {spec.name for spec in found}
-    # what is said explicitly still counts
+    # an explicit dtype still counts
     with pytest.raises(FailedPrecondition, match="registered already"):
         catalog.register_model(str(NAME), content, "bf16")
     assert lacking.isdisjoint(catalog.model(NAME).tensors)

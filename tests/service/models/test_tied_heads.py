@@ -40,7 +40,7 @@ def trainer(tmp_path: Path) -> Iterator[TrainerClient]:
 
 
 def folder(path: Path, model_type: str, said: bool | None, head: str, embedding: str, differs: float) -> Path:
-    """A folder of a model whose class or config ties its head, with one in the files all the same."""
+    """A folder of a model whose class or config ties its head, with a separate head in its files."""
     unmapped_model(model_type).save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
     config.pop("tie_word_embeddings", None)

@@ -426,7 +426,7 @@ def test_verify_reads_each_file_once_and_names_what_is_wrong(
             store.put(FOLDER + entry["file"], data, mode="overwrite")
 
 
-# -- what is told ----------------------------------------------------------------------------------------------------
+# -- metrics ---------------------------------------------------------------------------------------------------------
 
 
 def test_metrics_say_what_was_fetched(written: Written, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A push in a simulated world.
 
 Around the state machine are replicas, ranks, a head.json that is changed by the real pure functions, and effects that are answered
-late, in any order, with failures, or with failures of what was done all the same. Each seed is one run.
+late, in any order, with failures, or with failures although the effect was carried out. Each seed is one run.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def planned(homes: tuple[int, ...]) -> PreparedPush:
 
 
 def taken_agreement(agreed: Agreement, number: int, to: Home, ranks: int) -> Agreement:
-    """What a replica that takes a share over goes by: the same agreement, in which nothing is pushed any more."""
+    """The agreement of a replica that takes over a share: the same one, with no more bytes to push."""
     if agreed.prepared.spread is None:
         return Agreement(planned((0,) * ranks), (to,), agreed.claim)
     prepared = replace(agreed.prepared, spread=replace(agreed.prepared.spread, homes=(number,) * ranks))
@@ -147,10 +147,10 @@ class World:
         self.counting = self.dice.random() < 0.5
         """Whether ranks count them."""
         self.said = self.dice.choice([Said(), Said(), Said(candidate=True), Said(allow_nonfinite=True)])
-        """What all ranks say of a version when they open it."""
+        """The options that all ranks give when they open a version."""
 
     def clone(self) -> World:
-        """The same world, for seeing what becomes of it."""
+        """A copy of the world, to try an event on."""
         other = copy.copy(self)
         other.dice = random.Random()
         other.dice.setstate(self.dice.getstate())
@@ -258,7 +258,7 @@ class World:
                 assert answered is None or state.phase is not Phase.PUBLISHED or answered is True
 
     def check_released(self, state: PushState) -> None:
-        """A version that ``live`` may name is not held, as far as anybody has said."""
+        """Check that a version that ``live`` may name is not held for any reason reported so far."""
         number = state.opened.number
         entry = self.head.open.get(number) or history(self.head).find(number)
         if entry is None:  # it was given up, and is not told so yet
@@ -282,7 +282,7 @@ class World:
     # --- the world
 
     def approve(self) -> None:
-        """Somebody approves a version that they see, at a replica that receives it or at another one; once, or again."""
+        """Approve a visible held version, at a replica that receives it or at another one, and then once more."""
         found = self.some_push()
         if found is None:
             return
@@ -441,7 +441,7 @@ class World:
         self.taken_over.add((to, push.number, state.share_number))
 
     def handed_over(self, state: PushState) -> HoldReasons:
-        """What a replica that takes a version over is told of why it is held."""
+        """The hold reasons that a replica receives with a version that it takes over."""
         entry = replace(
             OpenEntry(state.opened.number, "r0", 0, "r", 1, 0, 0, "", 0),
             held=state.holding.opened,
@@ -685,7 +685,7 @@ class World:
                 self.post(replica, push, on.Draining(others, at, at + 30.0))
 
     def nonsense(self) -> None:
-        """Events that come again, of another push, or that answer what nobody has asked."""
+        """Post a repeated event, an event of another push, or an answer to an effect that was never requested."""
         found = self.some_push()
         if found is None:
             return
@@ -814,9 +814,9 @@ class World:
     # --- that it ends
 
     def settle(self, *, store_away: bool) -> None:
-        """From here on no rank is heard of any more, but replicas hear each other, and effects are answered: every push ends.
+        """Let every push end: ranks are silent from here on, replicas exchange heartbeats, and effects are answered.
 
-        As long as the store is away, what is visible stays so, and is ended by whoever needs its memory or wants it given up.
+        While the store is away, a visible version stays visible until another push needs its memory or a caller aborts it.
         """
         self.fault_rate = 0.0
         for _ in range(3000):
@@ -852,7 +852,7 @@ class World:
                     assert push.state.phase is Phase.FAILED
 
     def check_dropped(self, state: PushState) -> None:
-        """A version that cannot be made durable ends if somebody says so."""
+        """Check that a version that cannot be made durable ends on an abort, or when its memory is wanted."""
         superseded, _ = step(state, on.Superseded(), self.now)
         for before, event in ((state, on.Aborted("not wanted")), (superseded, on.MemoryWanted())):
             after, _ = step(before, event, self.now)

@@ -86,7 +86,7 @@ def live(running: RunningService) -> int:
 
 
 def handed_to(running: RunningService) -> list[HandedVersion]:
-    """What other replicas hand over to a service, from now on."""
+    """The versions that other replicas hand over to a service from this call on."""
     handed: list[HandedVersion] = []
     take_over = running.service.taking_over.take_over
 
@@ -125,7 +125,7 @@ def test_a_version_that_is_held_is_so_where_it_is_handed_over_to(tmp_path: Path,
         EngineClient(staying.address) as engine,
     ):
         handed, held = handed_to(staying), HeldStore(tmp_path / "store", source, [1])
-        # nobody but the rank knows, and says so: the bytes are finite
+        # only the rank reports elements that are not finite: the bytes themselves are finite
         number = raw.push_whole(MODEL, source.arrays, nonfinite=5)
         with store_away(leaving), store_away(staying):
             assert leaving.service.intake.drain(20.0)
@@ -135,7 +135,7 @@ def test_a_version_that_is_held_is_so_where_it_is_handed_over_to(tmp_path: Path,
             assert found.held == ("nonfinite",)
             assert staying.service.catalog.in_memory(NAME, "live") is None
         held.release()
-        # what is published goes by the manifest, which has counted the bytes
+        # a published version uses the count of its manifest, which was made from the bytes
         assert engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=60).held == ()
         assert engine.refs(MODEL) == {"live": number, "latest": number}
 

@@ -1,4 +1,4 @@
-"""Is memory there before a version needs it, and only where nobody else wants it?"""
+"""Is memory allocated before a version needs it, and only where no other push wants it?"""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def test_the_budget_of_a_container_is_found_from_its_limit(tmp_path: Path) -> No
 
 
 def test_without_a_service_doctor_says_what_the_machine_allows_one(tmp_path: Path) -> None:
-    address = "127.0.0.1:1"  # nobody listens there
+    address = "127.0.0.1:1"  # no server listens there
     scratch = ["--scratch", str(tmp_path), "--memory-budget", "900TiB"]
     result = CliRunner().invoke(commands, ["doctor", "--http", address, *scratch])
     assert result.exit_code == 1  # it was asked for that service

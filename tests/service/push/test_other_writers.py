@@ -1,4 +1,4 @@
-"""Two jobs that push one model: are both told, and is nobody told of ranks of one job, or of a job that took the place of one that died?"""
+"""Are two jobs that push one model both warned, but not ranks of one job, nor a job that replaces a dead one?"""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def service(tmp_path_factory: pytest.TempPathFactory, source: TinyModel) -> Iter
 
 
 class Job:
-    """A job of two ranks, each a process of its own as far as the service is told."""
+    """A job of two ranks, which the service takes for two processes."""
 
     def __init__(self, ranks: list[TrainerClient], source: TinyModel) -> None:
         self.ranks = ranks
         self._weights = {name: torch.from_numpy(array.copy()) for name, array in source.arrays.items()}
 
     def push(self, step: int, said: Any = None) -> Version:
-        """Push a step; only rank 1 says anything of it."""
+        """Push a step; only rank 1 gives metadata."""
 
         def of_rank(rank: int) -> Version:
             options = {"metadata": said} if said and rank else {}
@@ -54,7 +54,7 @@ class Job:
             return max(pool.map(of_rank, range(2)), key=lambda version: version.number)
 
     def fail(self, step: int) -> None:
-        """Push a step that one rank is refused in."""
+        """Push a step in which one rank is refused."""
         with pytest.raises(LayoutError):
             self.ranks[0].push_state_dict(MODEL, {"wrong": torch.ones(1)}, step=step, rank=0, world_size=2)
         with pytest.raises(WeighbridgeError):

@@ -1,4 +1,4 @@
-"""What the sessions of pushes hold, and what keeps them going: memory, threads, the object store, other calls."""
+"""Do sessions of pushes release their memory and threads, and proceed beside a slow object store and other calls?"""
 
 from __future__ import annotations
 
@@ -358,7 +358,7 @@ def test_a_timer_calls_at_the_earliest_time_that_was_asked_for_and_holds_nothing
     try:
         early, late, never = Sleeper("early"), Sleeper("late"), Sleeper("never")
         begun = time.monotonic()
-        for step in range(1000):  # each time is earlier than the one before
+        for step in range(1000):  # each deadline is earlier than the previous one
             timers.wake(late, begun + 1000 - step / 1000)
             timers.wake(never, begun + 1000 - step / 1000)
             timers.wake(early, begun + 1000 - step / 1000)

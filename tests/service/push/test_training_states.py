@@ -53,7 +53,7 @@ def state(ranks: int, *, step: int, blob_bytes: int = 100) -> dict[str, np.ndarr
 
 
 def declared(arrays: Arrays, rank: int, ranks: int) -> Layout:
-    """What a rank holds: rows of what has 12, all of what is smaller, its own blob."""
+    """The layout of a rank: its share of the rows of 12-row tensors, all smaller tensors, and its own blob."""
     specs, shards = [], []
     for name, array in arrays.items():
         if name.startswith("rank_state") and not name.endswith(f"{rank:05d}"):

@@ -1,4 +1,4 @@
-"""A rank that does not come: do the log of the service, the ranks that wait, and whoever looks at the version all hear which one?"""
+"""Is a rank that does not come named in the service's log, to the waiting ranks, and in the version's description?"""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def source(tmp_path: Path) -> TinyModel:
 
 @pytest.fixture
 def service(tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningService]:
-    """One that says every 0.2 s what is waited for."""
+    """A service that reports every 0.2 s which ranks a push waits for."""
     for module in (waits, registry, version_calls):
         monkeypatch.setattr(module, "REMIND_SECONDS", 0.2)
     with running_service(tmp_path / "store", {MODEL: source.files}, drain_seconds=0.1) as running:

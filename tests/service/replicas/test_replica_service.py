@@ -1,4 +1,4 @@
-"""Do replicas hear from each other at once, read each other's files to the bit, and notice who is gone, without the store?"""
+"""Do replicas exchange news at once, read each other's files to the bit, and notice a lost replica, without the store?"""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_how_a_version_ended_is_told_once_to_those_who_shared_it(make: Callable[
     eventually(lambda: Stage.FAILED in answering.stages(asking))
     count = len(answering.told)
     asking.news.set()
-    eventually(lambda: not asking.heartbeat._peers)  # so it will be told nothing more
+    eventually(lambda: not asking.heartbeat._peers)  # so it receives no more heartbeats
     assert answering.told[-1][1].error == "the disk is full"
     assert len(answering.told) == count
 

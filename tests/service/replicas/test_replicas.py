@@ -131,7 +131,7 @@ def columns_layout(arrays: Arrays, rank: int, ranks: int) -> Layout:
 
 
 def files_of(arrays: Arrays) -> FilesLayout:
-    """How the model's tensors lie in files: in the order of its config, not of the arrays."""
+    """The layout of the model's files: tensors in the order of the config, not of the arrays."""
     bridge = bridge_for(tiny_config_json())
     names = ModelTensors(FP32).specs(bridge)
     return registered_model.lay_out_files([TensorSpec(name, FP32, arrays[name].shape) for name in names])

@@ -103,7 +103,7 @@ def assert_becomes_durable(running: RunningService, number: int, source: TinyMod
 
 
 def end(running: RunningService) -> None:
-    """End a service that was drained, as its process would."""
+    """Stop a drained service, as the end of its process would."""
     running.grpc.stop(0.0)
 
 
@@ -305,7 +305,7 @@ def test_a_replica_whose_answer_is_lost_is_asked_again_and_nothing_is_reported_a
 def test_a_replica_that_is_not_heard_any_more_is_known_to_have_taken_over_from_elsewhere(
     tmp_path: Path, source: TinyModel, together: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What one replica had alone, head.json says who holds it; of a share, the new owner says itself that it has it."""
+    """head.json names the new owner of a version that one replica held alone; the new owner of a share reports itself."""
     with replicas(tmp_path, source, 2) as (leaving, staying), answers_lost(leaving, 1000):
         held = HeldStore(tmp_path / "store", source, [1])
         number = push([each.address for each in ((leaving, staying) if together else (leaving,))], source)

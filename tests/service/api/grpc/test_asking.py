@@ -1,4 +1,4 @@
-"""Is every call asked for what it may, and of the right model and ref?"""
+"""Is every call authorized, with the right model and ref?"""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ models, checkpoints, weights = model_service_pb2, checkpoint_service_pb2, weight
 
 
 def call_of_peer() -> Any:
-    """What is asked of a call: who has called."""
+    """The parts of a call that authorization reads: its peer, and no named model."""
     return SimpleNamespace(peer=PEER, named=())
 
 

@@ -1,4 +1,4 @@
-"""Do weights find the port of their own, and what does it refuse?"""
+"""Do clients find the separate port for weights, and does it refuse unauthorized calls?"""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def entry(service: RunningService) -> bulk_entry.BulkEntry:
 
 
 def pull_without(service: RunningService, metadata: bulk_entry.Metadata) -> grpc.RpcError:
-    """What a pull with such metadata is told at the port for weights."""
+    """The error of a pull with this metadata at the port for weights."""
     request = weight_service_pb2.PullRequest(model=MODEL, version="latest").SerializeToString()
     with (
         rpc.open_channel(entry(service).address) as channel,
@@ -234,7 +234,7 @@ def silent(channel: grpc.Channel, metadata: bulk_entry.Metadata, until: threadin
 
 
 def pulled(channel: grpc.Channel, metadata: bulk_entry.Metadata, seconds: float) -> int:
-    """Bytes that an honest pull brings."""
+    """Number of bytes that a valid pull receives."""
     request = weight_service_pb2.PullRequest(model=MODEL, version="latest").SerializeToString()
     call = channel.unary_stream("/weighbridge.v1.WeightService/Pull")
     return sum(map(len, call(request, metadata=metadata, timeout=seconds)))
@@ -272,7 +272,7 @@ def test_a_port_with_no_thread_left_refuses_calls_and_goes_on(tmp_path: Path, mo
 
 
 def pulls_again(channel: grpc.Channel, metadata: bulk_entry.Metadata) -> bool:
-    """Whether a pull is served; if it is not, it is for want of a thread."""
+    """Whether a pull is served; a refused one must lack a thread."""
     try:
         return pulled(channel, metadata, 10.0) > 0
     except grpc.RpcError as error:
@@ -338,14 +338,14 @@ def test_a_stream_that_was_ended_leaves_nothing_in_the_log_when_its_client_goes(
             call.cancel()
         for each in channels:
             each.close()
-        # a call that was ended is counted as one until its client has gone
+        # an ended call counts until its client has disconnected
         eventually(lambda: calls_of(service, "Pull") >= len(calls))
     ours = ("weighbridge_service.api", "grpc")
     assert not [each for each in caplog.records if each.levelname == "ERROR" and each.name.startswith(ours)]
 
 
 def calls_of(service: RunningService, method: str) -> float:
-    """How many calls of a method have ended, whatever their codes."""
+    """Number of ended calls of a method, with any of these codes."""
     return sum(
         calls(service, method, code)
         for code in ("OK", "CANCELLED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "INTERNAL")

@@ -81,7 +81,7 @@ def test_what_a_peer_has_cancelled_keeps_no_turn(one: ThreadPool) -> None:
 
 
 class Asked:
-    """What handlers know of `Methods`, with threads of its own."""
+    """The part of `Methods` that handlers use, over its own threads."""
 
     def __init__(self, threads: ThreadPool) -> None:
         self._threads = threads

@@ -19,7 +19,7 @@ texts = st.text(max_size=40) | st.sampled_from(["x" * 20_000, "циб" * 5_000, "ЁЯ
 
 
 def sent(error: WeighbridgeError) -> tuple[status_pb2.Status, error_details_pb2.ErrorInfo, int]:
-    """The status, what is said of the error, and the bytes of headers that this takes."""
+    """The status, its ErrorInfo, and the size of the headers in bytes."""
     status = to_status(error)
     headers = {"grpc-message": quote(status.details, safe=" "), **dict(status.trailing_metadata)}
     nbytes = sum(

@@ -1,4 +1,4 @@
-"""Whatever comes in over gRPC: is every call told what is wrong with it, and is nothing left behind?
+"""Does every gRPC call with random input fail with a fitting error, and leave nothing behind?
 
 ``WEIGHBRIDGE_FUZZ_CALLS=20000`` makes as many calls; ``WEIGHBRIDGE_SEED`` chooses other ones.
 """
@@ -72,7 +72,7 @@ def test_fuzzed_calls_are_refused_by_name_and_leave_nothing_behind(
 
     with tracebacks() as logged:
         outcome = run(iter(Calls(SEED, examples(source), ticket)), CALLS, service.address, entry.address)
-        gc.collect()  # what failed and was not asked is told of when it goes
+        gc.collect()  # asyncio logs an exception that was never retrieved when it collects the task
 
     assert outcome.codes.total() == CALLS
     assert not outcome.failures, outcome.failures[:5]

@@ -1,4 +1,4 @@
-"""What may requests take on their way in, and for how long?"""
+"""Are the memory that incoming requests take and the time for which they hold it limited?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORT = RequestLimits(places=2, small_bytes=0, silent_seconds=5.0, hurry_seconds
 
 
 class Caller:
-    """A call that sends what it is told to, as gRPC's contexts give it."""
+    """A call that sends the messages it is given, with the interface of gRPC's contexts."""
 
     def __init__(self, *messages: bytes, ends: bool = True) -> None:
         self._messages = asyncio.Queue[object]()
@@ -110,10 +110,10 @@ def test_silent_callers_keep_their_places_while_nobody_waits_and_give_them_up_th
     async def work(requests: Requests) -> None:
         silent = [Caller(ends=False) for _ in range(2)]
         tasks = [asyncio.create_task(requests.next(caller, A)) for caller in silent]
-        await asyncio.sleep(0.3)  # several times what they are left when others wait
+        await asyncio.sleep(0.3)  # several times the limit that applies while others wait
         assert not any(task.done() for task in tasks)
         here = requests.next(Caller(b"here"), B)
-        assert await asyncio.wait_for(here, 60.0) == b"here"  # far from the time for silence
+        assert await asyncio.wait_for(here, 60.0) == b"here"  # far below the timeout for silent clients
         errors = await asyncio.wait_for(asyncio.gather(*tasks[:1], return_exceptions=True), 60.0)
         assert isinstance(errors[0], ResourceExhausted)
         assert errors[0].retry_after

@@ -1,4 +1,4 @@
-"""Does one stream bring what several refs of several models do, and does nothing of it stay?"""
+"""Does one stream report the moves of several refs of several models, and free everything at its end?"""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ONE, TWO, LATER = "tests/one", "tests/two", "tests/three"
 
 
 class Source:
-    """Gives what it is told to, and tells whether it was closed."""
+    """A stream that yields the queued items and records whether it was closed."""
 
     def __init__(self) -> None:
         self.queue = asyncio.Queue[int | Exception | None]()

@@ -1,4 +1,4 @@
-"""What do those hear who wait for refs and versions, and what do they cost the store, however many they are?"""
+"""Do watches of refs and versions report changes, and is the load on the store independent of their number?"""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def reads_beyond_looks(store: CountingStore, action: Callable[[], None]) -> floa
 
 
 def looks_due(begun: float) -> float:
-    """How often the store may have been looked at since then: once in half a second, less what clocks and dice take off."""
+    """Upper bound on the polls of the store since then: one per half second, with a margin for clocks and jitter."""
     return (time.monotonic() - begun) / 0.4 + 1
 
 
@@ -241,7 +241,7 @@ def test_a_watch_outlives_a_store_that_is_away(catalog: Catalog, store: Counting
 def test_what_is_being_received_is_told_while_the_store_is_away(
     catalog: Catalog, store: CountingStore, quick: Bench
 ) -> None:
-    """One stream brings it beside the ref: were this refused, an agent would not hear either of what is live in memory."""
+    """One stream reports both: if this failed, an agent would not learn of a live version in memory either."""
     publish_one(catalog)
     store.away = True
     seen = quick.follow(RECEIVING)
@@ -256,7 +256,7 @@ def test_what_is_being_received_is_told_while_the_store_is_away(
 def test_a_version_that_is_held_from_its_push_on_is_not_told_to_be_received(
     catalog: Catalog, store: CountingStore, quick: Bench
 ) -> None:
-    """Engines that bring it early would keep its memory until somebody approves it."""
+    """Engines that stage it early would keep its memory until the version is approved."""
     publish_one(catalog)
     held = snapshot(3, VersionState.RECEIVING, held=(HELD_CANDIDATE,))
     show(catalog, snapshot(3, VersionState.OPEN), held)
@@ -270,7 +270,7 @@ def test_a_version_that_is_held_from_its_push_on_is_not_told_to_be_received(
 def test_an_older_version_is_not_told_to_be_received_when_a_newer_one_is_ready(
     catalog: Catalog, store: CountingStore, quick: Bench
 ) -> None:
-    """It will not be live: an engine that brings it gives up the newer one."""
+    """It will not be live: an engine that stages it would give up the newer one."""
     publish_one(catalog)
     for number in (2, 3):
         show(catalog, snapshot(number, VersionState.OPEN), snapshot(number, VersionState.RECEIVING))

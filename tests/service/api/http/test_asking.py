@@ -1,4 +1,4 @@
-"""Is every HTTP request asked for what it does, of the model and the ref that it names?"""
+"""Is every HTTP request authorized for its action, on the model and the ref that it names?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOK, PULL, TAG, MANAGE = Verb.LOOK, Verb.PULL, Verb.TAG, Verb.MANAGE
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Verb, str, str]]:
-    """What was asked; nobody may do anything."""
+    """The requested authorizations, all of which are refused."""
     found: list[tuple[Verb, str, str]] = []
 
     def refuse(_peer: Peer, verb: Verb, model: str = "", ref: str = "") -> None:

@@ -1,4 +1,4 @@
-"""What can a client of the local lane do to the service, and to other clients, that it should not?"""
+"""Are the service and other clients safe from a client that abuses the local lane?"""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def open_folder() -> Iterator[Path]:
 
 
 def in_a_fork(does: Callable[[], None], user: int | None = None) -> Callable[[], bool]:
-    """Do something in a forked process; gives what waits for it, and says whether it went well."""
+    """Call a function in a forked process; returns a function that waits for it and says whether it succeeded."""
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
@@ -96,7 +96,7 @@ def begin_read(version: int = 1) -> pb.LaneRequest:
 
 
 class RawLane:
-    """A connection that reads nothing by itself."""
+    """A connection that reads only on request."""
 
     def __init__(self, path: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -128,7 +128,7 @@ class RawLane:
 
 
 def fill_up(lane: RawLane, most: int) -> int:
-    """Ask without reading until no answer comes any more, or so often; how many came."""
+    """Send requests without reading, until no answer comes or ``most`` were sent; the number of answers."""
     for count in range(most):
         before = lane.unread
         lane.send(pb.LaneRequest(id=9, end_read=pb.EndRead(loan=77)))

@@ -71,7 +71,7 @@ class Endpoint:
         self.http = httpx.Client(base_url=url, timeout=20, follow_redirects=True)
 
     def folder(self, number: int) -> Path:
-        """Where the store keeps a version."""
+        """The folder of a version in the store."""
         return Path(self.running.service.config.store) / f"models/{MODEL}/versions/{number:012d}"
 
     def sha(self, revision: str) -> str:
@@ -124,7 +124,7 @@ def endpoint_of(running: RunningService, sizes: HubSizes = DEFAULT_SIZES) -> Ite
 
 
 def files_of(folder: Path) -> list[Path]:
-    """What the Hub has of a version's folder: everything but block digests."""
+    """The files of a version's folder that the Hub shows: all but block digests."""
     return sorted(path for path in folder.iterdir() if path.suffix != ".blake3")
 
 

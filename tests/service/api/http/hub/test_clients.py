@@ -31,7 +31,7 @@ def test_a_snapshot_is_the_versions_folder_whatever_names_it(endpoint: Endpoint,
     for number in (1, 2):
         is_copy(Path(found[str(number)]), endpoint.folder(number))
         assert not list(Path(found[str(number)]).glob("*.blake3"))
-    # what both versions have in common came once
+    # files that both versions share were downloaded once
     came = [seen.path.rpartition("/")[2] for seen in endpoint.recorder.files()]
     assert came.count("config.json") == came.count("README.md") == 1
     assert came.count(WEIGHTS) == came.count("weighbridge.json") == 2
@@ -93,7 +93,7 @@ def test_what_is_in_the_cache_is_not_sent_again(endpoint: Endpoint, tmp_path: Pa
     assert endpoint.python(tmp_path, code, "prod") == first
     assert {seen.method for seen in endpoint.recorder.seen} == {"HEAD"}
     assert endpoint.python(tmp_path, code, endpoint.sha("1")) == first
-    assert endpoint.recorder.seen == []  # a commit never changes: nobody has to be asked
+    assert endpoint.recorder.seen == []  # a commit never changes, so the client sends no request
 
 
 def test_the_command_line_tool_downloads(endpoint: Endpoint, tmp_path: Path) -> None:

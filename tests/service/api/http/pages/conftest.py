@@ -44,7 +44,7 @@ def place_of(folder: Path, **settings: Any) -> Iterator[Place]:
 
 @pytest.fixture(scope="session")
 def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where screenshots go: ``WEIGHBRIDGE_SHOTS``, or a folder of the run."""
+    """The folder for screenshots: ``WEIGHBRIDGE_SHOTS``, or a temporary folder of the run."""
     folder = Path(os.environ.get("WEIGHBRIDGE_SHOTS") or tmp_path_factory.mktemp("shots"))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -52,7 +52,7 @@ def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """The browser; of each file its own, as Playwright runs an event loop in the thread of the tests."""
+    """A browser for each test file, because Playwright runs an event loop in the thread of the tests."""
     with running_browser() as found:
         yield found
 

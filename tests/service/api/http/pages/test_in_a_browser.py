@@ -69,7 +69,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, token: str) -> Iterator[Plac
 
 @pytest.fixture
 def opened(browser: Any, place: Place, shots: Path, token: str) -> Iterator[Tab]:
-    """A tab of somebody who has signed in."""
+    """A tab in which a user has signed in."""
     with tab(browser, place.url, shots) as found:
         found.page.goto(f"{place.url}/models/{MODEL}")
         found.page.locator("#token").fill(token)

@@ -1,4 +1,4 @@
-"""Are open pages told what changes: each view made once however many look, the newest state first, and nothing for nobody?"""
+"""Do open pages receive changes: each view rendered once for all pages, the newest state first, and none without a page?"""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Source:
 
 @pytest.fixture(autouse=True)
 def no_polling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what a page hears is what it is told."""
+    """Turn off polling, so that a page receives only the changes that are pushed to it."""
     monkeypatch.setattr(live_module, "_PERIOD", 60.0)
     monkeypatch.setattr(live_module, "_BUSY_PERIOD", 0.02)
     monkeypatch.setattr(live_module, "_LOOK_SECONDS", 0.05)
@@ -78,7 +78,7 @@ def test_a_page_that_has_seen_it_all_is_told_what_comes_after() -> None:
     async def check(source: Source) -> None:
         stream = source.follow(digest(source.make().html))
         waiting = asyncio.create_task(following(stream))
-        await following(source.follow())  # by then the first one has found that it has seen all
+        await following(source.follow())  # by then the first one has found that it is up to date
         source.set(5)
         assert await waiting == {"number": "5"}
 

@@ -1,4 +1,4 @@
-"""Do browsers sign in with a token, for as long as it counts, and does nobody act in their name?"""
+"""Do browsers sign in with a token, for as long as it is valid, and can no other site act in their name?"""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ LATE = 5
 
 @pytest.fixture
 def engine() -> Iterator[Any]:
-    """What the agent updates."""
+    """The engine that the agent updates."""
     with fake_sglang() as found:
         yield found
 
@@ -148,7 +148,7 @@ def following(place: Place, url: str) -> threading.Thread:
 def report(
     place: Place, kind: str, address: str, version: int, *, error: str = "", state: str = "serving"
 ) -> None:
-    """What another agent tells of its engine."""
+    """Report an engine as another agent does."""
     said = EngineReport(
         kind, MODEL, kind, address, "latest", version, state=state, error=error, host=address[7:13], pid=412,
         update_version=version, update_bytes=78_600, update_prepare_seconds=0.21, update_pause_seconds=0.04, update_lane="grpc",
