@@ -1,4 +1,4 @@
-"""Is a token shown to nobody but the address that was named, and is whatever answers there given so much time and memory?"""
+"""Is a token sent only to the address that was named, and are the time and memory for an answer limited?"""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def test_an_answer_without_end_is_left() -> None:
 def test_an_answer_that_trickles_is_left_in_time() -> None:
     def trickling(connection: socket.socket) -> None:
         connection.sendall(HEAD)
-        while True:  # until the other end is closed
+        while True:  # until the client closes the connection
             connection.sendall(b" ")
-            time.sleep(0.05)  # that it is slow is the point
+            time.sleep(0.05)  # the point of the test: the server is slow
 
     with answering(trickling) as (named, _), pytest.raises(Unavailable, match="as a service does"):
         ask(named, "/v1/checks", 0.5, TOKEN)

@@ -1,4 +1,4 @@
-"""The command line: does each command do what it says, on a real service, and fail so that one knows what to do?"""
+"""Does each command do what its help says on a real service, and fail with a message that names the fix?"""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def imported(service: RunningService, hf_dir: Path) -> dict[str, Any]:
-    """What `weighbridge import --json` says of version 1 of the model."""
+    """The output of `weighbridge import --json` for version 1 of the model."""
     return as_json(weighbridge(service, "import", hf_dir, MODEL, "--step", 4))
 
 
@@ -393,7 +393,7 @@ def test_a_rank_file_says_which_part_of_each_tensor_it_holds(
 
 
 def _as_megatron(hf: Mapping[str, Tensor], tp: int, rank: int, pp: int, stage: int) -> dict[str, Tensor]:
-    """What a Megatron-core rank holds of the tiny llama, by hand."""
+    """The tensors of the tiny llama that a Megatron-core rank holds, computed by hand."""
 
     def rows(tensor: Tensor) -> Tensor:
         return tensor.chunk(tp, dim=0)[rank]

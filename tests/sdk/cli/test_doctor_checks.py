@@ -1,4 +1,4 @@
-"""Findings of doctor, from readings: is what is wrong said, and what to do?"""
+"""Does doctor name each problem that its readings show, and the fix?"""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_is_known_to_break_is_a_release_that_is_supported_and_has_a_source_
 
 
 def distribution() -> list[Requirement]:
-    """What weighbridge and all of its extras ask for."""
+    """The requirements of weighbridge and of all its extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [*map(Requirement, project["dependencies"])] + [
         Requirement(each) for extra in project["optional-dependencies"].values() for each in extra

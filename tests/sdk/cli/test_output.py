@@ -1,4 +1,4 @@
-"""Is what commands print only shown by a terminal, whoever has written it, and does it fit there?"""
+"""Does a terminal show the output of commands as plain text, also text from other users, and does it fit the width?"""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OBEYED = set("\x1b\x07\x9b\u202e\r")
 
 
 def at_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    """Let those who print see a terminal of so many columns."""
+    """Make the output code see a terminal of this many columns."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")

@@ -1,4 +1,4 @@
-"""Does a client that knows several replicas go on with another one when the one in use is gone?"""
+"""Does a client with several addresses fail over to another replica when the one in use is gone?"""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_every_address_has_its_turn_and_one_that_answers_is_kept() -> None:
     addresses = Addresses.of("a:1, b:2,,c:3,a:1")
     assert addresses.all == ("a:1", "b:2", "c:3")
     assert addresses.current == "a:1"
-    moves = [("a:1", True, "b:2"), ("a:1", True, "b:2")]  # an old failure moves nobody
+    moves = [("a:1", True, "b:2"), ("a:1", True, "b:2")]  # a repeated failure moves no further
     for address, at_once, then in moves:
         assert (addresses.failed(address), addresses.current) == (at_once, then)
     addresses.answered("b:2")

@@ -1,4 +1,4 @@
-"""What is read, and sent, for the plan of a pull that was planned before?"""
+"""Do the streams of a planned pull read nothing from the store again, and is a known layout not sent again?"""
 
 from __future__ import annotations
 

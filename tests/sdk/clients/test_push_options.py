@@ -1,4 +1,4 @@
-"""Is what a trainer says of a version said, or refused, and never dropped?"""
+"""Is each option of a push sent or refused, and never dropped?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MISSPELT: Any = {"candiate": True}
 
 @pytest.fixture
 def nobody() -> str:
-    """An address where nobody is: whoever asks there fails in another way."""
+    """An address without a server: a call to it fails with another error."""
     return f"127.0.0.1:{reserved_port()}"
 
 

@@ -1,4 +1,4 @@
-"""Does a client that has long called in vain reach a service that is back?"""
+"""Does a client reach a service that is back after a long outage?"""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_push_whose_version_was_lost_with_the_service_fails_with_the_reason_th
                 step=1, rank=0, world_size=1, hold_seal=True,
             )  # fmt: skip
             handle.report()
-            # an open version that nobody has claimed is not lost: who pushes the step again goes on with it
+            # an open version that no replica has claimed is not lost: a trainer that pushes the step again continues it
             eventually(lambda: claimed(tmp_path / "store", handle.number))
             service.kill()
             service.start()

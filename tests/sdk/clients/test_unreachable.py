@@ -1,4 +1,4 @@
-"""Is whoever calls a service that cannot be reached told so soon, and told at once where trying again is of no use?"""
+"""Do calls to an unreachable service fail soon, and at once where a retry cannot help?"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODEL = "acme/tiny"
 
 @contextmanager
 def http_server() -> Iterator[str]:
-    """What answers in HTTP/1 at an address."""
+    """An address that answers in HTTP/1."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve() -> None:
@@ -179,7 +179,7 @@ def test_why_it_cannot_be_reached_is_said_in_a_few_words() -> None:
 
 
 def test_a_watch_connects_while_it_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    # a connection makes no progress while nobody polls its channel: a refused one would then be noticed by its time limit of 5 s alone
+    # a connection makes no progress while no thread polls its channel: a refused one would only be noticed at its time limit of 5 s
     paused: list[float] = []
 
     def connect_within(_channel: object, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Which elements of two tensors have changed, and how far: compared with what torch and integers of Python say."""
+"""Are the changed elements of two tensors found, with the size of each change? Compared with torch and Python's integers."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_boxes_that_no_cut_can_part_are_compared_with_each_other() -> None:
 
 @pytest.mark.parametrize("planted", [False, True], ids=["disjoint", "overlapping"])
 def test_more_of_these_than_can_be_compared_are_refused_at_once(planted: bool) -> None:
-    """They would take minutes, and whoever declares a layout could have the service compare them."""
+    """Comparing them takes minutes, and any client that declares a layout could make the service do it."""
     boxes = windmill(1250)
     assert len(boxes) == 5001
     if planted:
@@ -113,7 +113,7 @@ def spiral(count: int, side: int = 1 << 20) -> list[Box]:
 
 
 def test_boxes_of_which_each_cut_parts_but_one_are_refused_at_once() -> None:
-    """As a spiral of 20,000, which took minutes."""
+    """A spiral of 20,000 boxes once took minutes."""
     assert first_overlap(spiral(500)) is None
 
     def refuse() -> None:
@@ -147,7 +147,7 @@ def test_gaps_between_interlocked_boxes_are_found(several: list[Box]) -> None:
 
 
 def test_the_first_of_a_million_gaps_are_found_at_once() -> None:
-    """Among 50,000 boxes on a diagonal; all of them were made first, each compared with all others, which took an hour."""
+    """Among 50,000 boxes on a diagonal. An earlier version made all gaps first and compared each with all others: an hour."""
     diagonal = [Box((n, n), (1, 1)) for n in range(50_000)]
     whole = Box((0, 0), (1 << 20, 1 << 20))
     found: list[Box] = []
@@ -174,7 +174,7 @@ def test_a_scalar_is_one_box() -> None:
 
 @st.composite
 def views(draw: st.DrawFn) -> np.ndarray:
-    """Whatever slicing and permuting makes of an array of the indexes of its elements."""
+    """Sliced and permuted views of an array that holds the indexes of its elements."""
     view = np.arange(120).reshape(2, 3, 4, 5)
     for axis, size in enumerate(view.shape):
         start, stop = sorted((draw(st.integers(0, size)), draw(st.integers(0, size))))

@@ -1,4 +1,4 @@
-"""Is an answer that breaks off, or is none of an engine's, an error of the engine that an agent goes on after?"""
+"""Is a truncated answer, or one that no engine gives, an error of the engine that the agent survives?"""
 
 from __future__ import annotations
 

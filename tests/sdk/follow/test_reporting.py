@@ -1,4 +1,4 @@
-"""Does an agent tell the service what its engine serves, is taken to and could not be taken to, and the engine from its start what it serves?"""
+"""Does an agent report to the service what its engine serves, updates to and failed to update to, and label the engine from the start?"""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def follow(address: str, url: str, *more: str) -> threading.Thread:
 
 @pytest.fixture(autouse=True)
 def signals_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command runs in a thread here, which may set no handlers."""
+    """The command runs in a thread here, which must not set signal handlers."""
     monkeypatch.setattr("weighbridge._cli.following.end_tidily", lambda: None)
 
 
@@ -112,7 +112,7 @@ def test_an_engine_that_could_not_be_taken_along_is_failing_and_behind(
 
 
 class Slow(Recording):
-    """An engine that prepares until it is told to go on."""
+    """An engine whose preparation lasts until ``go_on`` is set."""
 
     def __init__(self) -> None:
         super().__init__(Serving(None))
@@ -136,7 +136,7 @@ def test_an_update_is_seen_while_it_goes_on(client: EngineClient) -> None:
 
 
 class Labelled(Recording):
-    """An engine that notes what it was told to tell its clients."""
+    """An engine that records the labels for its clients."""
 
     def __init__(self, serving: Serving) -> None:
         super().__init__(serving)

@@ -1,4 +1,4 @@
-"""Are several engines taken to a version together: none paused before all have it, and none left standing?"""
+"""Are several engines updated together: none paused before all have prepared the version, and none left paused?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weighbridge.follow.updates import Updated, apply_prepared, update
 
 
 class Log:
-    """What engines were asked for, in the order in which they were."""
+    """The calls of all engines, in their order."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -30,7 +30,7 @@ class Log:
 
 
 class Recording:
-    """An engine that notes what it is asked for, and refuses one step."""
+    """An engine that records its calls, and refuses one step."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Does an agent that wants signatures fetch nothing of a version without them, say why, and take it once it is signed?"""
+"""Does an agent that requires signatures fetch nothing of an unsigned version, give the reason, and apply it once it is signed?"""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def push(running: RunningService, source: TinyModel, step: int) -> None:
 
 
 def staged(engine: Recording) -> list[str]:
-    """What the engine was asked to fetch or to take."""
+    """The calls to the engine that fetch or apply a version."""
     return [each for each in engine.asked if each != "connect"]
 
 

@@ -1,4 +1,4 @@
-"""Does an agent see that its engine was started again, or was taken elsewhere, while the ref did not move?"""
+"""Does an agent notice that its engine was restarted, or moved to another version, while the ref did not move?"""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Still:
 
 
 class Restarted(Recording):
-    """An engine that serves what it has taken; after a start it serves version 1.
+    """An engine that serves the version it applied last; after a restart it serves version 1.
 
     Attributes:
-        looks: what becomes of it with each of the next looks at it; after them nothing more does.
+        looks: the event at each of the next polls of the engine; none after these.
     """
 
     def __init__(self, *looks: Serving | None) -> None:
@@ -61,7 +61,7 @@ class Restarted(Recording):
 
 
 class Said:
-    """Notes what is said of an engine."""
+    """A reporter that records the changes it is given."""
 
     status = SimpleNamespace(behind=0)
 
@@ -73,7 +73,7 @@ class Said:
 
 
 def followed(engine: Restarted, said: Said | None = None, count: int = 2) -> list[Followed]:
-    """The first lines of an agent that looks at its engine all the time."""
+    """The first lines of an agent that polls its engine without a pause."""
     service = Still()
     follower = Follower(cast("Any", service), MODEL, engine, look_seconds=0.01, reporter=cast("Any", said))
     try:

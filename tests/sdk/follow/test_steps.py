@@ -1,4 +1,4 @@
-"""Is a step seen whole: do the parts that an agent measures add up, in its report, on the page, in metrics and in the trace?"""
+"""Do the parts of a step that an agent measures add up to the whole, in its report, on the page, in metrics and in the trace?"""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from weighbridge_service.exports.jobs import Exports
 
 
 class Stamped(Recording):
-    """An engine that notes when each call began and ended."""
+    """An engine that records when each call began and ended."""
 
     def __init__(self) -> None:
         super().__init__(Serving(None))
@@ -93,7 +93,7 @@ def client(running: RunningService) -> Iterator[EngineClient]:
 
 
 def counted(running: RunningService) -> dict[str, tuple[float, float]]:
-    """How often each part was observed, and the sum of its seconds."""
+    """The number of observations of each part, and the sum of their seconds."""
     samples = {
         (sample.name.rpartition("_")[2], sample.labels["part"]): sample.value
         for family in text_string_to_metric_families(running.metrics.text().decode())
@@ -146,7 +146,7 @@ def test_the_parts_of_a_step_add_up_and_report_page_metrics_and_command_line_hav
 
         eventually(lambda: "answer" in counted(running))  # the last one
         assert counted(running) == {name: (1, pytest.approx(seconds)) for name, seconds in parts.items()}
-        reporter.say(state="serving")  # what is told again is not counted again
+        reporter.say(state="serving")  # a repeated report is not counted again
         line = ["engines", MODEL, "--json", "--server", running.address]
         shown = json.loads(CliRunner().invoke(commands, line).output)
         assert shown[0]["update_parts"] == parts

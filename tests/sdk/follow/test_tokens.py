@@ -1,4 +1,4 @@
-"""Is an engine asked for one token by the new weights where that is wanted, and is measured how long its answer took?"""
+"""Is an engine asked for one token with the new weights if the user wants it, and is the time to its answer measured?"""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_all_engines_behind_a_server_are_asked_at_the_same_time_each_by_its_numb
 
 
 class Answering(Recording):
-    """An engine that serves what it has taken, and answers a token by a call.
+    """An engine that serves the version it applied last, and answers with a token by a call.
 
     Attributes:
         answers: is called for a token.
@@ -146,7 +146,7 @@ class Answering(Recording):
 
 
 class Noted:
-    """Notes what is said of an engine."""
+    """A reporter that records the changes it is given."""
 
     status = SimpleNamespace(behind=0)
 

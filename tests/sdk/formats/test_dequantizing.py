@@ -1,4 +1,4 @@
-"""Are fp8 checkpoints kept to the byte, and dequantised as their format says when that is asked for?"""
+"""Are fp8 checkpoints kept to the byte, and dequantised as their format says on request?"""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the format says, block by block."""
+    """The dequantised matrix by the definition of the format, block by block."""
     made = torch.empty(weight.shape, dtype=dtype)
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):

@@ -1,4 +1,4 @@
-"""Do the shares of all ranks make up the model, and does what passes by reach its place in the stream?"""
+"""Do the shares of all ranks make up the model, and does each gathered tensor reach its place in the stream?"""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_shares_are_disjoint_and_complete_and_none_is_small(
 
 
 class CountingPool(StagingPool):
-    """Knows how many bytes were out at most."""
+    """A pool that records the most bytes in use at one time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_a_head_is_tied_only_if_each_of_its_bits_is_the_embedding_s(device: str,
     embedding = torch.randn(rows, width, device=device).bfloat16()
 
     def problems(head: torch.Tensor) -> list[str]:
-        """What the ranks say, together."""
+        """The error details of all ranks."""
         found = []
         for rank in range(ranks):
             stream = share_layout(model, rank, ranks)

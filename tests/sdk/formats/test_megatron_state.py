@@ -1,4 +1,4 @@
-"""What is no sharded state dict: is whoever pushes it told what to call instead, with and without Megatron-core?"""
+"""Is a push of something other than a sharded state dict refused with the method to call, with and without Megatron-core?"""
 
 from __future__ import annotations
 

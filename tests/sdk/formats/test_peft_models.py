@@ -1,4 +1,4 @@
-"""Are the weights of a model with merged adapters those that peft itself makes of it, and those with others refused?"""
+"""Are the weights of a model with merged adapters those that peft computes, and are models with other adapters refused?"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def adapted(**options: Any) -> Any:
 
 
 def merged_by_peft(model: Any) -> dict[str, Tensor]:
-    """What peft makes of a model with adapters, without touching it."""
+    """The state dict that peft makes by merging a copy of the model."""
     state: dict[str, Tensor] = copy.deepcopy(model).merge_and_unload().state_dict()
     return state
 

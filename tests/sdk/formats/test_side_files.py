@@ -28,7 +28,7 @@ OF_NONE = {
     "optimizer.pt": "trainer", "trainer_state.json": "trainer", "training_args.bin": "trainer", "rng_state_0.pth": "trainer",
     "wandb/": "trainer", "onnx/": "weights of its own", "checkpoint-500/": "weights of its own", "a name.txt": "can be called", "a/b c/d.txt": "can be called",
 }  # fmt: skip
-"""What is left out, with words of the reason."""
+"""Files that are left out, with a part of each reason."""
 BESIDE = [
     *(name for name in OF_NONE if not name.endswith("/")),
     *("wandb/run-1/files/output.log", "onnx/model.onnx", "onnx/config.json", "checkpoint-500/model.safetensors", "checkpoint-500/tokenizer/tokenizer.json"),

@@ -1,4 +1,4 @@
-"""Does the lane by shared memory keep the promises that the one by gRPC keeps, whatever its clients do?
+"""Does the shared-memory lane keep the promises of the gRPC lane, whatever its clients do?
 
 ``WEIGHBRIDGE_LANE_RUNS=100`` makes as many random pushes and pulls in the test of memory.
 """
@@ -459,7 +459,7 @@ def test_who_keeps_memory_open_for_writing_makes_his_version_fail_and_no_other(
             raw.seal(MODEL, number)
         with pytest.raises(VersionFailed, match="can still write to its memory"):
             trainer.wait_for(MODEL, number, VersionState.READY)
-        # the memory that can still be written to is nobody's until then
+        # until then, no version gets the memory that can still be written to
         for step in range(4):
             handle = trainer.push_folder(MODEL, sources[step % 2].folder)
             handle.wait(timeout=20)

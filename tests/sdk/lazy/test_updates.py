@@ -1,4 +1,4 @@
-"""What was recorded of a loader: does it bring every later version to the same bits as the loader itself, and lose nothing unsaid?"""
+"""Does the recording of a loader bring every later version to the same bits as the loader itself, and lose nothing silently?"""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Engine(torch.nn.Module):
 
 
 def loaded(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """What the loader makes of real tensors."""
+    """The parameters that the loader makes of real tensors."""
     found = Engine(tensors, rank)
     found.load_weights(tensors.items())
     return found.targets

@@ -31,7 +31,7 @@ def put(places: StepPlaces, step: int, label: str) -> None:
 
 
 def marked(root: Path, names: StepNames) -> dict[int, str]:
-    """What each marked folder holds; all of it must be of one version."""
+    """The version in each marked folder; all files of a folder must be of one version."""
     found = {}
     for step in names.steps(root):
         if names.marker_of(root, step).exists():

@@ -55,7 +55,7 @@ def trainer(running: RunningService) -> Iterator[TrainerClient]:
 
 
 class Trainer:
-    """What writes steps: two files and an index, each under another name first, then the marker."""
+    """A writer of steps: two files and an index, each under a temporary name first, then the marker."""
 
     def __init__(self, root: Path, source: TinyModel) -> None:
         self.root = root
@@ -216,7 +216,7 @@ def test_a_step_that_is_deleted_or_written_again_while_it_is_read_becomes_no_ver
 
 
 class Looking(StepNames):
-    """Names of steps that say when somebody looks for the newest one."""
+    """Step names that record each search for the newest complete step."""
 
     looked: ClassVar[list[Path]] = []
 

@@ -1,4 +1,4 @@
-"""Is a signature about the version that it is said to be about, and is what is none refused with a reason?"""
+"""Does a signature have to match the version that it names, and is anything else refused with a reason?"""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def statement(of: ManifestText) -> Statement:
 def bundle(
     about: Statement, *, material: Any = None, resources: Any = None, root: str | None = None, **changes: Any
 ) -> bytes:
-    """A bundle as the specification has it; nobody has signed it."""
+    """A bundle in the format of the specification, without a valid signature."""
     payload = {
         "_type": "https://in-toto.io/Statement/v1",
         "subject": [{"name": about.subject, "digest": {"sha256": about.root if root is None else root}}],
@@ -202,7 +202,7 @@ def test_a_statement_that_passes_over_much_is_compared_in_a_moment() -> None:
     many = tuple(f"x{i}" for i in range(50_000))
     begun = time.process_time()
     assert Statement(good.subject, good.sha256, many).contradictions(version) == []
-    assert time.process_time() - begun < 10  # each with each would take minutes
+    assert time.process_time() - begun < 10  # comparing each with each would take minutes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Trace parents of HTTP requests: does the caller's span count, and nothing else of what it sends?"""
+"""Do HTTP requests take the caller's span as their trace parent, and ignore everything else that the caller sends?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def caller(headers: dict[str, str | list[str]]) -> trace.SpanContext:
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was logged by what reads such headers."""
+    """The log messages of the modules that read these headers."""
     return [each.getMessage() for each in caplog.records if each.name.startswith(READERS)]
 
 

@@ -67,7 +67,7 @@ def tensors(placed: PlacedAdapters) -> Mapping[str, list[tuple[Box, Tensor]]]:
 
 
 def _of_grouped(kind: str, name: str, weight: Tensor, layer: int) -> Any:
-    """How releases of Megatron-Bridge declare an adapter of the second half of the experts."""
+    """The declaration of an adapter of the second half of the experts, as releases of Megatron-Bridge make it."""
     of_layer = 0, layer, LAYERS
     if kind == "shared":
         return ShardedTensor.from_rank_offsets(
@@ -131,7 +131,7 @@ def test_grouped_experts_of_a_rank_have_its_one_adapter_or_one_each(kind: str) -
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_rows_beside_a_layer_that_is_not_fused_are_contiguous_whatever_is_declared(apart: bool) -> None:
-    """A rank of two; Megatron-Bridge declares the rows of B as if the layer was made of gate and up."""
+    """One of two ranks; Megatron-Bridge declares the rows of B as if the layer consisted of gate and up."""
     key, rows = "decoder.layers.0.mlp.linear_fc1", INNER // 2
     adapter = Adapter(numbers(RANK // 2, HIDDEN), numbers(rows, RANK))
     declared = ShardedTensor.from_rank_offsets(

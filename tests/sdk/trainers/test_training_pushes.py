@@ -1,4 +1,4 @@
-"""Pushes of training states beside weights: who fails alone is not waited for, and neither waits for the other's bytes."""
+"""Do pushes of training states beside weights end when one rank fails, and does neither wait for the other's bytes?"""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def pushed(client: TrainerClient, rank: int, step: int) -> PushHandle:
 def test_a_rank_whose_weights_fail_once_all_have_declared_is_not_waited_for_with_the_training_state(
     service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other rank's weights are copied by then: without a word it would wait ten minutes for this one."""
+    """The other rank's weights are copied by then: without a notice it would wait ten minutes for this one."""
     with (
         TrainerClient(service.address) as first,
         TrainerClient(service.address) as second,
@@ -147,7 +147,7 @@ def test_a_rank_whose_weights_fail_once_all_have_declared_is_not_waited_for_with
 def test_a_rank_that_is_refused_before_it_opens_anything_is_not_waited_for_with_the_training_state(
     service: RunningService,
 ) -> None:
-    """The other rank's shards are those of the push before, so with its weights it waits for nobody."""
+    """The other rank declares the same shards as in the previous push, so the push of its weights waits for no rank."""
     with (
         TrainerClient(service.address) as first,
         TrainerClient(service.address) as second,
@@ -174,7 +174,7 @@ def test_a_rank_that_is_refused_before_it_opens_anything_is_not_waited_for_with_
 def test_a_rank_that_has_no_memory_for_its_copies_is_not_waited_for(
     service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What may change before the step is copied in the call, of all that is pushed."""
+    """The call copies every pushed tensor that may change before the next step."""
     own = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
     with (
         TrainerClient(service.address) as first,
@@ -211,7 +211,7 @@ def test_a_rank_that_has_no_memory_for_its_copies_is_not_waited_for(
 
 
 def test_a_second_push_does_not_wait_until_the_first_ones_state_has_arrived(service: RunningService) -> None:
-    """Two pushes of a client may be on their way, and two states beside them."""
+    """Two pushes of a client may be in flight, with two states beside them."""
     proxy = StallingProxy(service.address)
     own = module()
     optimizer = torch.optim.AdamW(own.parameters())

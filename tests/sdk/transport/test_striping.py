@@ -1,4 +1,4 @@
-"""Do the parts of a stream that come over several connections make up the stream, and do they end when nobody wants them?"""
+"""Do the parts of a stream over several connections make up the stream, and do they end when the reader stops?"""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_stream_comes_whole_whether_the_service_spreads_it_or_not(
         def cancel(self) -> None:
             pass
 
-    # where nobody listens: nothing is sent
+    # no server listens there, so no part is sent
     monkeypatch.setattr(
         bulk_entry, "ask", lambda *_: bulk_entry.BulkEntry("127.0.0.1:1", "127.0.0.1:1", (), math.inf)
     )

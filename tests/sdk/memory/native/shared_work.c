@@ -14,7 +14,7 @@
 
 typedef struct {
     _Atomic int taken;
-    int done[ITEMS]; /* not atomic: whoever reads it must come after whoever wrote it */
+    int done[ITEMS]; /* not atomic: a read must be ordered after the write */
 } Job;
 
 static void work(void *argument) {

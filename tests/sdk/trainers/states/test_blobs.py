@@ -1,4 +1,4 @@
-"""Blobs of ranks: do plain values come back as they were, and is what would run code refused by its name?"""
+"""Do plain values in a rank's blob come back unchanged, and is a value whose loading would run code refused by its name?"""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_what_would_run_code_when_it_is_loaded_is_refused_by_the_name_of_its_ent
 
 
 class Subclass(torch.Tensor):
-    """What is a tensor, and would be loaded by its own code."""
+    """A tensor whose loading would run its own code."""
 
 
 def test_tensors_of_subclasses_are_refused_by_the_name_of_their_entry() -> None:

@@ -1,4 +1,4 @@
-"""Is what ranks say of Megatron's optimizers what Megatron itself says of them, and does it come back at any parallelism?
+"""Do ranks push the state that Megatron itself saves of its optimizers, and is it restored at any parallelism?
 
 Megatron's own answer is what it would write to a checkpoint: the state of its distributed optimizer gathered over data parallelism.
 """
@@ -90,7 +90,7 @@ CASES = {
 
 
 def _pushed(case: Case, training: TrainingRank) -> tuple[dict[str, list[Piece]], Mapping[str, Any]]:
-    """What a rank would push: of replicas the main one, and its values."""
+    """The shards that a rank would push (main replicas only), and its values."""
     held = training_tensors(sharded_tensors(training.sharded_state_dict(case.metadata)), training.optimizer)
     found: dict[str, list[Piece]] = {}
     for placement, tensor in zip(held.layout.placements, held.tensors, strict=True):
@@ -183,7 +183,7 @@ def test_ranks_hold_what_megatron_gathers_and_take_it_at_another_parallelism(cas
 
 
 def _mistakes(rank: int) -> dict[str, str]:
-    """What is said of mistakes, and whether training goes on after them."""
+    """The errors of mistakes, by name; training must go on after them."""
     del rank
     distributed = Case("llama", Parallel(), Parallel())
     plain = Case("llama", Parallel(), Parallel(), distributed=False)
@@ -249,7 +249,7 @@ def test_mistakes_are_named_and_leave_optimizers_as_they_were() -> None:
 
 
 def _rows(rank: int) -> list[dict[str, Tensor]]:
-    """Tensors of vocabularies of 128 that are padded to 144, and what trainers have of them that pad it to 160 and not at all."""
+    """Tensors of a vocabulary of 128 padded to 144, and the rows that trainers with a padding to 160 and without padding hold."""
     del rank
     cases = [
         Case("llama", Parallel(), Parallel(), options={"padded_vocab_size": rows}) for rows in (144, 160, 128)
@@ -305,7 +305,7 @@ def test_sharded_objects_get_what_was_kept_of_their_key() -> None:
 
 
 def _scaled(rank: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """What scales gradients: in a run, in one that has begun, and in one that goes on from the former."""
+    """States of the gradient scaler: of a run, of a fresh run, and of that run after it was filled from the first."""
     del rank
     case = Case("llama", Parallel(), Parallel(), dtype=torch.float16)
     first, second = case.rank(Parallel()), case.rank(Parallel())

@@ -99,7 +99,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 def _whole(found: CheckpointFolder) -> Whole:
-    """What would be pushed, as tensors."""
+    """The tensors that would be pushed."""
     source = found.open_source(range(len(found.layout.placements)), found.layout)
     stream = source.stage([(0, found.layout.nbytes)])
     tensors = {
@@ -148,7 +148,7 @@ def test_module_optimizer_and_scheduler_are_what_torch_gathers(
 
 
 def _rewritten(folder: Path, to: Path, kind: str, change: Any) -> Path:
-    """A copy in which the file of rank 1 says something else."""
+    """A copy in which the file of rank 1 is changed."""
     shutil.copytree(folder / "adamw", to)
     path = to / f"{kind}_world_size_{RANKS}_rank_1.pt"
     state = torch.load(path, weights_only=False)

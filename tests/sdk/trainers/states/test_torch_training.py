@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 class Packed(torch.Tensor):
-    """As optimizers with states of 8 bits have them."""
+    """A packed state, as optimizers with 8-bit states have it."""
 
 
 Make = Callable[[nn.Module], Any]
@@ -309,7 +309,7 @@ def test_a_parameter_that_one_optimizer_leaves_out_is_named() -> None:
 
 
 def test_stages_of_a_pipeline_are_filled_into_one_rank_and_back() -> None:
-    """Rank 0 knows the parameter groups of its own layers alone; moments of the others come all the same."""
+    """Rank 0 knows only the parameter groups of its own layers; the moments of the others are restored nevertheless."""
 
     def stage(seed: int, *layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)

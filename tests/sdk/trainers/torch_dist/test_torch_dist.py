@@ -327,7 +327,7 @@ def test_a_chunk_of_more_than_four_gigabytes_can_be_loaded(tmp_path: Path) -> No
 
 
 def by_hand(folder: Path, saved: Tensor | bytes, claimed: Tensor, **change: Any) -> Path:
-    """A checkpoint of one tensor ``w`` that says something else than its bytes."""
+    """A checkpoint of one tensor ``w`` whose description differs from its bytes."""
     folder.mkdir(exist_ok=True)
     stream = io.BytesIO(saved if isinstance(saved, bytes) else b"")
     if isinstance(saved, Tensor):
@@ -516,14 +516,14 @@ def chunk(begin: int, size: int) -> ChunkStorageMetadata:
 
 
 def test_a_list_of_chunks_that_many_tensors_refer_to_is_refused(tmp_path: Path) -> None:
-    """A few kilobytes could stand for millions of chunks: those without elements need no storage."""
+    """A few kilobytes could describe millions of chunks: chunks without elements need no storage."""
     nothing = [chunk(0, 0) for _ in range(1000)]
     many = {f"w{number}": tensor_of((4,), nothing) for number in range(1000)}
     folder = described(tmp_path / "lists", many, {})
     assert (folder / ".metadata").stat().st_size < 200_000
     with pytest.raises(DataLoss, match="lists more chunks than can be in its"):
         read_torch_dist(folder)
-    # likewise where it is the whole entry that they share
+    # the same where the tensors share the whole entry
     with pytest.raises(DataLoss, match="lists more chunks than can be in its"):
         read_torch_dist(described(tmp_path / "entries", dict.fromkeys(map(str, range(1000)), many["w0"]), {}))
 
