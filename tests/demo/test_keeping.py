@@ -1,4 +1,4 @@
-"""Does a demo that is to keep its service say where it is, wait, and end when it is interrupted?"""
+"""Does a demo that keeps its service print its address, wait, and end on an interrupt?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weighbridge_demo.report import Report
 
 
 class Service:
-    """A service that is waited for until somebody types Ctrl-C."""
+    """A service whose `wait` ends with Ctrl-C."""
 
     store = Path("/demo/store")
     log = Path("/demo/service.log")

@@ -82,7 +82,7 @@ def _rank_losses(rank: int, parallel: Parallel, cases: Sequence[Case]) -> list[l
 
 
 def _reference_losses(model: PreTrainedModel) -> list[float]:
-    """What transformers and torch.optim make of the same batch, on one process."""
+    """The losses of transformers and torch.optim on the same batch, in one process."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     ids, labels = _batch(model.config.vocab_size)
     losses = []
@@ -172,14 +172,14 @@ def _hang_on_rank_one(rank: int) -> None:
 
 
 def _beginning(rank: int) -> tuple[set[str], int]:
-    """What this process has not imported yet, and the threads of the one that it is forked from."""
+    """The preloaded modules that this process lacks, and the number of threads of its parent."""
     del rank
     threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
     return set(PRELOAD) - sys.modules.keys(), threads
 
 
 def test_a_rank_has_imported_what_it_needs_and_no_thread_was_lost_in_the_fork() -> None:
-    # whoever has asked first for the server of this process has asked for all that tests need
+    # the first request for the fork server of this process has preloaded all that tests need
     assert run_ranks(Parallel(), _beginning) == [(set(), 1)]
 
 
@@ -254,6 +254,6 @@ def test_a_dying_rank_is_reported() -> None:
 
 
 def test_a_hanging_rank_shows_where_it_hangs() -> None:
-    run_ranks(Parallel(), _do_nothing)  # so that no import of the server's counts against the time below
+    run_ranks(Parallel(), _do_nothing)  # so that the time below does not include imports of the fork server
     with pytest.raises(RankError, match=r"(?s)not done after 4 s: ranks 1.*_hang_on_rank_one"):
         run_ranks(Parallel(tp=2), _hang_on_rank_one, timeout=4)

@@ -149,7 +149,7 @@ class Rank:
 
 @dataclass
 class Record:
-    """What ranks were told, and what was found, by all lives.
+    """The results that ranks received and the versions that checks found, over all lives of the service.
 
     Attributes:
         folder: for files that are compared.
@@ -167,11 +167,11 @@ class Record:
     _read: int = 0
 
     def has_grown(self, size: int) -> bool:
-        """Whether more was noted than so many bytes."""
+        """Whether the notes are longer than this many bytes."""
         return self.notes.stat().st_size > size
 
     def read(self) -> None:
-        """Take what the ranks have noted since the last time; each line was written at once."""
+        """Read the notes that ranks have added since the last call; each line was written at once."""
         with self.notes.open() as file:
             file.seek(self._read)
             for line in file.readlines():
@@ -183,7 +183,7 @@ class Record:
             self._read = file.tell()
 
     def check(self, service: KillableService, again: bool = False) -> None:
-        """All that is visible is what was pushed under its name, on a base that is kept, and all that was acknowledged is there."""
+        """Check that each visible version is as pushed under its name, on a kept base, and that every acknowledged one exists."""
         self.read()
         with EngineClient(service.address) as client:
             for name in NAMES:

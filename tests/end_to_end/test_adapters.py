@@ -65,7 +65,7 @@ def log_probabilities(model: Any) -> torch.Tensor:
 
 
 def loaded(folder: Path) -> Any:
-    """What peft makes of a folder, on the base as it was pushed."""
+    """The model that peft loads from a folder, on the base as it was pushed."""
     return peft.PeftModel.from_pretrained(tiny_model(CONFIG, seed=1), folder)
 
 

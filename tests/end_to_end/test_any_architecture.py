@@ -88,7 +88,7 @@ def test_a_folder_of_any_type_comes_back_as_transformers_saved_it(
 
 
 def _rank(_rank: int, address: str, folder: str) -> list[int]:
-    """What a trainer does that has each model sharded over its ranks: register, push, change every weight, and restore."""
+    """Register each model as a trainer with sharded ranks does, push, change every weight, and restore."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

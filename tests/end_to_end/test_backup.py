@@ -1,4 +1,4 @@
-"""Is a copy of a store, made as docs/operations.md says while versions are pushed and retired, one that loses nothing?"""
+"""Is a copy of a store complete when it is made as docs/operations.md says while versions are pushed and retired?"""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def back_up(store: Path, backup: Path, heads: Path) -> None:
 
 
 def fsck(folder: Path, *options: str) -> dict[str, list[str]]:
-    """How what is wrong with each model can be mended."""
+    """The repair (``mend``) of each unrepaired finding, by model."""
     said = json.loads(CliRunner().invoke(commands, ["fsck", str(folder), *options, "--json"]).stdout)
     return {
         model["name"]: [f["mend"] for f in model["findings"] if not f["repaired"]] for model in said["models"]
@@ -57,7 +57,7 @@ def fsck(folder: Path, *options: str) -> dict[str, list[str]]:
 
 
 def versions_of(folder: Path) -> dict[int, bool]:
-    """The versions of the model, and whether they are as their manifests say."""
+    """The versions of the model, and whether each matches its manifest."""
     with closing(LocalStore(folder)) as opened:
         history = HeadStore(opened).history(LONG)
         assert history is not None

@@ -37,7 +37,7 @@ LONGEST_LIFE = 0.5
 
 
 class Record:
-    """What the clients were told, by all lives of the service. Thread-safe."""
+    """The results that clients received, over all lives of the service. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class Driver:
     Args:
         address: of the service.
         sources: models to push.
-        record: gets to know what is seen.
+        record: receives the results.
         chance: random numbers.
     """
 
@@ -170,7 +170,7 @@ def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Killable
 
 
 def check(service: KillableService, record: Record, checked: set[int], again: bool = False) -> None:
-    """All that the store shows is whole, and all that was ever shown is there."""
+    """Check that each version in the store is whole, and that every version ever seen durable is there."""
     assert not record.problems, record.problems
     with TrainerClient(service.address) as trainer, EngineClient(service.address) as engine:
         listed = {version.number: version for version in trainer.versions(MODEL)}
@@ -194,7 +194,7 @@ def check(service: KillableService, record: Record, checked: set[int], again: bo
 
 
 def leave_rubbish(store: Path, chance: random.Random) -> None:
-    """What an attempt at the next version, or one far ahead, might have left in the store."""
+    """Leave objects in the store, as an interrupted attempt at the next version or one far ahead might."""
     model = store / "models" / MODEL
     head = json.loads((model / "head.json").read_bytes())
     number = head["next_version"] + chance.choice([0, 0, 1, 2])

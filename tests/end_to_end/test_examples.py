@@ -66,7 +66,7 @@ def _server(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def _torchrun(environment: dict[str, str], rank: int, _store_path: str) -> Iterator[None]:
-    """What torchrun gives a rank: the job in its environment, and no process group."""
+    """The environment that torchrun gives a rank: variables that describe the job, and no process group."""
     torch.set_num_threads(1)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     yield
@@ -88,7 +88,7 @@ def torchrun(place: Place, size: int, script: str, *arguments: str) -> None:
 
 
 def run_script(script: str, *arguments: str, stdin: str = "") -> str:
-    """What a script says on its standard output until it ends."""
+    """Run a script to its end; its standard output."""
     code = (
         f"import runpy, sys; sys.argv = {[script, *arguments]!r}; "
         f"runpy.run_path({str(EXAMPLES / script)!r}, run_name='__main__')"

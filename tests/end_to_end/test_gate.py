@@ -1,4 +1,4 @@
-"""Does a version that is held exist like any other, and do live and latest pass it by until somebody approves it?"""
+"""Does a held version exist like any other, and do live and latest skip it until it is approved?"""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def damaged(arrays: Arrays, *values: float) -> dict[str, np.ndarray]:
 
 @contextmanager
 def following(engine: EngineClient, ref: str) -> Iterator[queue.Queue[int]]:
-    """The numbers of the versions that whoever follows a ref takes."""
+    """A queue of the version numbers that a follower of a ref receives."""
     taken: queue.Queue[int] = queue.Queue()
 
     def follow() -> None:
@@ -99,7 +99,7 @@ def test_weights_that_a_rank_has_found_to_hold_a_nan_are_kept_and_taken_by_nobod
         layout = rows_layout(bad, 0, 1)
         raw.push(MODEL, number, cut(stream_of(bad, layout, raw.declare(MODEL, number, layout))))
         sealed = raw.seal(MODEL, number, nonfinite=1)
-        assert list(sealed.held) == ["nonfinite"]  # it is so before it is ready
+        assert list(sealed.held) == ["nonfinite"]  # held before it is ready
         version = engine.wait_for(MODEL, number, VersionState.DURABLE)
         assert (version.held, version.nonfinite_elements) == (("nonfinite",), 1)
         assert engine.refs(MODEL) == {"live": 1, "latest": 1}
@@ -127,7 +127,7 @@ def test_weights_with_a_nan_that_no_rank_has_counted_are_held_once_the_service_h
 def test_what_was_live_without_having_been_counted_is_live_no_more_and_who_follows_goes_back(
     service: RunningService, engine: EngineClient, raw: RawClient, source: TinyModel
 ) -> None:
-    """Between ready and verified, a version that its rank has not counted is live; its followers are sent the one before it again."""
+    """A version whose rank has not counted is live between ready and verified; its followers then receive the previous version again."""
     watch = engine.watch(MODEL)
     raw.push_whole(MODEL, source.arrays)
     assert next(watch).number == 1
@@ -190,7 +190,7 @@ def test_what_was_not_known_when_a_version_was_approved_holds_it_still(
     engine.set_gate(MODEL, Gate(approval_required=True))
     raw.push_whole(MODEL, damaged(source.arrays, np.inf), nonfinite=1)
     assert engine.wait_for(MODEL, 1, VersionState.DURABLE).held == ("candidate", "nonfinite")
-    # who looked before the elements were found asks, and repeats it, for what was there to be seen
+    # a caller that looked before the elements were found approves, and repeats, the reasons that it saw
     for _ in range(2):
         found = service.service.gates.approve_version(MODEL, 1, by="ann", note="", reasons=("candidate",))
         assert (found.held, found.approved_reasons) == (("nonfinite",), ("candidate",))

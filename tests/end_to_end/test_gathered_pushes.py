@@ -48,11 +48,11 @@ def register(
 
 @dataclass
 class Gathering:
-    """What a framework gives to a rank: one buffer after another, each overwritten before the next.
+    """The tensors that a framework gives to a rank: one buffer after another, each overwritten before the next.
 
     Attributes:
         state: the tensors.
-        given: how many of them were asked for.
+        given: the number of tensors that were requested.
     """
 
     state: Mapping[str, Any]
@@ -287,7 +287,7 @@ def refused(
     lane: str = "grpc",
     hold: bool = False,
 ) -> list[str]:
-    """What each rank is told of a push that fails; all that the ranks gather has been asked for."""
+    """The error of each rank in a push that fails; each rank must have consumed all tensors."""
 
     def push(rank: int) -> str:
         given = gatherings[rank]

@@ -1,4 +1,4 @@
-"""What happens when calls are repeated, broken off and resumed, and when engines pull while trainers push?"""
+"""Is it safe to repeat calls, to resume interrupted ones, and to pull while trainers push?"""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def engine(running: RunningService) -> Iterator[EngineClient]:
 
 
 def at_once(count: int, work: Any) -> list[Any]:
-    """What ``work(i)`` returns or raises on so many threads that start together."""
+    """The result of ``work(i)``, or its error, on each of ``count`` threads that start together."""
     results: list[Any] = [None] * count
     start = threading.Barrier(count)
 

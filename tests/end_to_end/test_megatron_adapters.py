@@ -227,7 +227,7 @@ def test_an_adapter_that_fused_layers_cannot_have_is_refused_on_all_ranks_and_no
 
 
 def _one_rank(rank: int, address: str, base: str, config: PretrainedConfig) -> dict[str, str]:
-    """What is said of models that are refused."""
+    """The errors of models that are refused, by name."""
     said = {}
 
     def refused(name: str, model: Any, on: str = f"{base}@1") -> None:
@@ -271,7 +271,7 @@ def test_what_is_no_lora_on_a_base_with_a_weight_map_is_refused(
 
 
 def _failing_rank(rank: int, address: str, base: str, config: PretrainedConfig) -> tuple[str, str]:
-    """A push that the second rank cannot make, one to which it does not come, and one after both; what is said of the first two."""
+    """One push that the second rank cannot make, one that it does not join, and one after both; the errors of the first two."""
     model = build_model(config, Parallel(tp=2))
     add_lora(model)
     with TrainerClient(address) as trainer:

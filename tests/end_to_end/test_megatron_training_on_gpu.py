@@ -50,7 +50,7 @@ EXPERTS = Case("qwen3_moe", Parallel(dp=GPUS, ep=GPUS), True, "float32")
 def _on_gpu(
     parallel: Parallel, rank: int, store_path: str, fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
-    """What one rank does, with a GPU of its own and nothing of Megatron's replaced."""
+    """Run a function on one rank with its own GPU, with no part of Megatron replaced."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils

@@ -74,7 +74,7 @@ def nonfinite(tensor: Tensor) -> int:
 
 
 def reports_of(handles: Sequence[PushHandle]) -> tuple[list[PushReport], int]:
-    """What all ranks have counted, and what the service has found."""
+    """The reports of all ranks, and the count of the service."""
     version = handles[0].wait(timeout=60)
     return [handle.report() for handle in handles], version.nonfinite_elements
 
@@ -276,7 +276,7 @@ def test_a_seal_says_the_count_and_none_is_not_zero() -> None:
 
 
 class UncountedSource(TensorSource):
-    """A source as they were before shards were counted: whoever writes says nothing."""
+    """A source from before shards were counted: the writer reports no count."""
 
     def write(self, *arguments: Any) -> None:  # type: ignore[override]
         super().write(*arguments)

@@ -49,7 +49,7 @@ def empty(**options: Any) -> Any:
 
 
 def by_peft(service: Service, folder: Path) -> Any:
-    """What transformers and peft make of the base's folder and the adapter's."""
+    """The model that transformers and peft load from the base's folder and the adapter's."""
     return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(service.base), folder)
 
 

@@ -39,7 +39,7 @@ def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(page: str, address: str, name: str, **names: Any) -> dict[str, Any]:
-    """What the code of a page leaves, with these names there before."""
+    """Run the code of a page with these names defined; its names afterwards."""
     code = re.search(r"```python\n(.*?)```", (RECIPES / page).read_text("utf-8"), re.DOTALL)
     assert code is not None
     source = code[1].replace("127.0.0.1:50051", address).replace("acme/smol", name)
@@ -258,7 +258,7 @@ def test_an_adapter_of_torchtitans_interface(service: RunningService, hf_dir: Pa
 
 
 def _loops(rank: int, address: str, hf_dir: Path) -> dict[str, dict[str, Tensor]]:
-    """What two ranks have trained, by accelerate and by fully_shard."""
+    """The weights that two ranks have trained, by accelerate and by fully_shard."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", ACCELERATE_USE_CPU="true")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # of the group that there is already
     trained = {}

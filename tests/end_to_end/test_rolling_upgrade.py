@@ -1,4 +1,4 @@
-"""Do two replicas over one store go from the last release to this one and back, one after the other, and does nobody notice?
+"""Do two replicas over one store go from the last release to this one and back, one after the other, unnoticed by clients?
 
 `make test-rolling` runs it, with the last tag as ``WEIGHBRIDGE_RELEASE``, or with any other commit that it is given. Services, trainers and
 engines of that release run from its wheel, those of this one from the wheel of what is committed here.
@@ -34,7 +34,7 @@ LEAST = 3
 
 
 class Role:
-    """A trainer's rank or an engine in a process of its own, and the versions that it has told of."""
+    """A trainer's rank or an engine in a process of its own, and the versions that it has reported."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         self.versions: list[dict[str, int]] = []

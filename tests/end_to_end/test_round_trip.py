@@ -109,7 +109,7 @@ def _batch(vocab_size: int) -> Tensor:
 def _rank(
     rank: int, address: str, run: str, parallel: Parallel, cases: Sequence[Case]
 ) -> list[tuple[Tensor | None, int, int]]:
-    """What a trainer does with each model: restore, compute, change every weight, push."""
+    """Restore each model as a trainer does, compute, change every weight, and push."""
     found = []
     for case in cases:
         model = build_model(case.config, parallel, padded_vocab_size=case.padded)

@@ -71,9 +71,9 @@ class World:
             self.service.start()
 
     def history(self) -> History:
-        """What the store says; one that has just been started answers 500 until it has found its volumes.
+        """The history in the store; retries, because a store answers 500 after its start until it has found its volumes.
 
-        All of it is read now.
+        The whole history is read before this returns.
         """
         store = open_store(self.location)
         deadline = time.monotonic() + START_SECONDS
@@ -98,7 +98,7 @@ def world(aws_environment: None, tmp_path: Path) -> Iterator[World]:
 
 
 def check(world: World, record: Record, checked: set[int]) -> None:
-    """What the head lists is whole, and what is not listed any more may be gone."""
+    """Check that each listed version is whole, and that only versions beyond the last `KEPT` are gone."""
     assert not record.problems, record.problems
     with TrainerClient(world.service.address) as trainer, EngineClient(world.service.address) as engine:
         history = world.history()

@@ -92,7 +92,7 @@ def place(seaweed: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @dataclass
 class Record:
-    """What clients were told. Thread-safe."""
+    """The results that clients received. Thread-safe."""
 
     source_of: dict[int, TinyModel] = field(default_factory=dict)
     durable: set[int] = field(default_factory=set)
@@ -192,7 +192,7 @@ def test_no_version_is_torn_lost_or_leaked_on_a_bad_way_to_the_store(
 
 
 def check(place: Place, name: ModelName, record: Record) -> None:
-    """What the head lists is whole and what was pushed; what clients saw durable is there, or was not to be kept."""
+    """Check that each listed version is whole and as pushed, and that a durable one is there unless `KEPT` newer ones exist."""
     history = stored(place.honest, name)
     versions = history.versions()
     for number in record.durable - versions.keys():

@@ -58,7 +58,7 @@ class Source:
         ]
 
     def norms_plus_one(self) -> dict[str, Tensor]:
-        """What the files have then, as torch adds it in bfloat16."""
+        """The norms that the files must have: plus one, as torch adds in bfloat16."""
         return {NORM.format(layer): numbers(layer) + 1 for layer in LAYERS}
 
 

@@ -1,4 +1,4 @@
-"""Does the stock model_signing accept every folder of a signed version, and nobody anything else?"""
+"""Does the stock model_signing accept every folder of a signed version, and nothing else?"""
 
 from __future__ import annotations
 
@@ -492,7 +492,7 @@ def test_only_who_may_sign_puts_signatures_to_a_version(tmp_path: Path) -> None:
                 Signatures(client).add(MODEL, 1, content=signature.content)
         with Client(running.address, credentials=Credentials(token="of-engine")) as engine:
             assert Signatures(engine).check(MODEL, 1, required=[Trusted.of_file(keys.public)])
-        # the name of who pushed is signed along
+        # the signature covers the name of the pusher
         manifest = (
             tmp_path / "store" / version_prefix(ModelName.parse(MODEL), 1) / "weighbridge.json"
         ).read_text()

@@ -77,7 +77,7 @@ def thread_count(pid: int) -> int:
 
 
 class Times:
-    """How long answers took, in seconds, by what was asked."""
+    """The longest time to an answer in seconds, by kind of call."""
 
     def __init__(self) -> None:
         self.longest: dict[str, float] = {}

@@ -82,7 +82,7 @@ def _swapped(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _saving(rank: int, address: str) -> dict[str, Any]:
-    """What four ranks save, whole, by step; and what they are told when it is refused."""
+    """Save on four ranks; the whole tensors by step, and the errors of refused saves."""
     saved: dict[str, Any] = {}
     model = _made("tests/untied", "tp_fsdp", 5)
     state = model.state_dict()
@@ -144,7 +144,7 @@ def _saving(rank: int, address: str) -> dict[str, Any]:
 
 
 def _loading(rank: int, address: str) -> dict[str, Any]:
-    """What three ranks have when they have loaded; and what they are told of names that the version lacks."""
+    """Load on three ranks; the loaded tensors, and the errors for names that the version lacks."""
     loaded: dict[str, Any] = {}
     model = _made("tests/untied", "fsdp3", 6)
     with WeighbridgeReader("tests/untied", address) as reader:
@@ -197,7 +197,7 @@ def test_what_four_ranks_save_is_pulled_and_loaded_by_three(service: RunningServ
         assert "model.norm.weight F32[64] is missing" in each["uncovered"]
         assert "one rank cannot read its tensors" in each["failing"]
 
-    # each byte once, whoever holds replicas
+    # each byte once, whichever ranks hold replicas
     assert sum(each["bytes"] for each in saved) == sum(each.nbytes for each in first["untied"].values())
     with EngineClient(service.address) as engine:
         assert [each.step for each in engine.versions("tests/tied")] == [8, 7, 6, 5]

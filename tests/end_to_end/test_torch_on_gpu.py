@@ -56,9 +56,9 @@ def _on_gpu(size: int, rank: int, store_path: str, fn: Any, *args: Any) -> Any:
 
 
 def run_on_gpus(fn: Any, *args: Any) -> list[Any]:
-    """What ``fn(rank, *args)`` returns on each rank, one on each GPU."""
+    """The results of ``fn(rank, *args)`` on all ranks, one on each GPU."""
     size = min(torch.cuda.device_count(), 2)
-    spawning = multiprocessing.get_context("spawn")  # who is forked may not use a GPU that its parent has
+    spawning = multiprocessing.get_context("spawn")  # CUDA does not work in forked processes
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, spawning) as pool:
         ranks = [pool.submit(_on_gpu, size, rank, f"{folder}/store", fn, *args) for rank in range(size)]
         return [rank.result(timeout=200) for rank in ranks]
@@ -76,7 +76,7 @@ def _sharded(seed: int, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _one_step(model: torch.nn.Module) -> None:
-    """One step on the GPU, and nobody waits for it."""
+    """One step on the GPU, without a synchronization after it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = torch.arange(64, device="cuda").view(4, 16)
     model(input_ids=tokens, labels=tokens).loss.backward()
@@ -237,7 +237,7 @@ class _Dataset(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def _train(rank: int, address: str, name: str, folder: str, options: dict[str, Any]) -> Any:
-    """What transformers' Trainer has trained on this rank, and the number of the version that its callback has pushed."""
+    """Train with transformers' Trainer; the weights on this rank, and the number of the version that its callback pushed."""
     from transformers import Trainer, TrainingArguments
 
     from weighbridge.integrations.transformers.trainer_callback import PushCallback

@@ -49,7 +49,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The model's name, of its own in each case."""
+        """The model's name, which differs in each case."""
         held = str(self.held).removeprefix("torch.")
         return f"tests/{self.way}-{self.config.model_type}-{self.registered}-{held}-{self.lane}"
 
@@ -95,13 +95,13 @@ def register(service: RunningService, case: Case, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a rank has pushed, and what it has filled again.
+    """The result of one rank: the tensors that it pushed, and those that it restored.
 
     Attributes:
         number: of the version.
         report: what the push cost.
         expected: all tensors as they were when they were pushed; of rank 0 only.
-        restored: all tensors after they were filled from the version, onto another mesh; likewise.
+        restored: all tensors after they were filled from the version, onto another mesh; of rank 0 only.
     """
 
     number: int
@@ -111,7 +111,7 @@ class Pushed:
 
 
 def _rank(rank: int, address: str, cases: list[Case]) -> list[Pushed]:
-    """What a trainer does: push, change every weight, and fill a model on another mesh."""
+    """Push each case as a trainer does, change every weight, and fill a model on another mesh."""
     found = []
     for case in cases:
         model = shared(tiny_model(case.config, seed=5).to(case.held), case.way)
@@ -164,7 +164,7 @@ def test_what_ranks_share_is_pulled_whole_and_fills_other_meshes_bit_for_bit(
             assert torch.equal(pulled[name], tensor.to(kept)), (case, name)
             assert torch.equal(restored[name], tensor.to(kept).to(case.held)), (case, name)
 
-        # each tensor once, whatever the replicas; and what was cast is told
+        # each tensor once, whatever the replicas; and reports name the casts
         reports = [rank.report for rank in ranks]
         assert sum(report.stream_bytes for report in reports) == sum(each.nbytes for each in pulled.values())
         assert {report.lane for report in reports} == {case.lane}

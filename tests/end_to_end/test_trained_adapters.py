@@ -93,7 +93,7 @@ class Smol:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank saw.
+    """The observations of one rank.
 
     Attributes:
         losses: of the whole batch before each step.
@@ -177,7 +177,7 @@ def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
 
 
 def check_config(folder: Path, name: str) -> None:
-    """Whether peft reads of a folder what the adapter was made with."""
+    """Check that peft reads the options of the adapter from its folder."""
     config = peft.PeftConfig.from_pretrained(folder)
     assert (config.r, config.lora_alpha) == (LORA_RANKS[name], SCALE * LORA_RANKS[name])
     assert set(config.target_modules) == set(MODULES)
@@ -258,7 +258,7 @@ def _restored_peft_rank(rank: int, address: str, folder: Path, rows: Tensor) -> 
 
 @pytest.fixture(scope="module")
 def by_peft(smol: Smol) -> Trained:
-    """What two FSDP2 ranks have trained and pushed."""
+    """The adapter that two FSDP2 ranks have trained and pushed."""
     given = smol.address, smol.folders[BASE], smol.rows
     first, second = run_ranks(2, _peft_rank, *given, timeout=JOB_SECONDS)
     assert first.losses == second.losses
@@ -356,13 +356,13 @@ def train_by_megatron(smol: Smol, parallel: Parallel, base: str, name: str) -> l
 
 @pytest.fixture(scope="module")
 def by_megatron(smol: Smol) -> list[Trained]:
-    """What ranks at tensor parallelism 3 have trained and pushed."""
+    """The adapter that ranks at tensor parallelism 3 have trained and pushed."""
     return train_by_megatron(smol, Parallel(tp=3), BASE, BY_MEGATRON)
 
 
 @pytest.fixture(scope="module")
 def even_by_megatron(smol: Smol) -> list[Trained]:
-    """What ranks at tensor parallelism 2 have trained and pushed, of the model with further heads."""
+    """The adapter of the model with further heads that ranks at tensor parallelism 2 have trained and pushed."""
     return train_by_megatron(smol, Parallel(tp=2), EVEN, EVEN_BY_MEGATRON)
 
 

@@ -138,7 +138,7 @@ class Loop:
 
 
 def _never_stopped(rank: int, address: str, folder: Path) -> None:
-    """Trains without a stop; keeps losses, and all tensors after each step that others may restore."""
+    """Train without a stop; keep the losses, and all tensors after each step that other runs may restore."""
     with TrainerClient(address) as client:
         loop = Loop(client, rank, WAY, 5)
         losses = []
@@ -152,7 +152,7 @@ def _never_stopped(rank: int, address: str, folder: Path) -> None:
 
 
 def _until_killed(rank: int, address: str, folder: Path) -> None:
-    """Trains and saves, and says how far it has come, until it is killed."""
+    """Train and save, and report each step, until the process is killed."""
     with TrainerClient(address) as client:
         loop = Loop(client, rank, WAY, 5)
         (folder / f"pid-{rank}").write_text(str(os.getpid()))
@@ -168,7 +168,7 @@ def _until_killed(rank: int, address: str, folder: Path) -> None:
 
 
 def _resumed(rank: int, address: str, steps: int, way: str, folder: Path) -> tuple[int, list[Tensor]]:
-    """Restores on a mesh, compares all tensors with those of the run that never stopped, and goes on; gives its step and losses."""
+    """Restore on a mesh, compare all tensors with those of the run that never stopped, and go on; the step and the losses."""
     with TrainerClient(address) as client:
         loop = Loop(client, rank, way, 6)
         begun = loop.restore(rank_state=way == WAY)
@@ -242,7 +242,7 @@ def adamw(module: nn.Module, steps: int = 0) -> torch.optim.AdamW:
 
 
 def as_ranks(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """What ranks do that hold everything whole: threads, which say their rank by themselves. Errors are given as results."""
+    """Run ``work(rank)`` on threads, each a rank that holds everything whole; errors are returned as results."""
 
     def attempt(rank: int) -> Any:
         try:
@@ -307,7 +307,7 @@ def test_a_rank_reads_its_boxes_and_one_blob_and_no_more(service: RunningService
 
 
 def _counted(rank: int, address: str) -> tuple[int, int]:
-    """Bytes that a restore has brought a rank, and those of its part and its blob."""
+    """Bytes that a rank received in a restore, and the bytes of its part and its blob."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -367,7 +367,7 @@ def pushed_by(
     beside: Callable[[int], bool] = lambda _rank: True,
     **more: Any,
 ) -> list[Any]:
-    """Push weights, and states beside them, by ranks that hold all of it; gives their handles, or what they were told."""
+    """Push weights, and states beside them, from ranks that hold everything whole; their handles, or errors."""
 
     def work(rank: int) -> Any:
         module = layers(1)
@@ -516,7 +516,7 @@ def test_a_state_that_is_half_collected_is_told_as_deleted_and_weights_and_newer
         delete = store.delete
 
         def cut_off(key: str) -> None:
-            """What comes after the manifest, without which a folder is no version, stays."""
+            """Keep the objects that are deleted after the manifest; a folder without a manifest is not a version."""
             if not (state / MANIFEST_FILE).exists():
                 raise Unavailable("the store is away")
             delete(key)
@@ -538,7 +538,7 @@ def test_a_state_that_is_half_collected_is_told_as_deleted_and_weights_and_newer
 def test_a_version_without_a_ranks_blob_is_refused_by_the_name_of_that(
     service: RunningService, tmp_path: Path
 ) -> None:
-    """As a program may push that is none of ours: two ranks, and the values of none."""
+    """A program other than the SDK may push like this: two ranks, and no rank's values."""
     module = layers(1)
     register(service, module, tmp_path / "hf")
     spec = TensorSpec("model.0.weight", dtypes.parse("fp32"), (8, 8))

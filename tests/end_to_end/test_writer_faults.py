@@ -1,4 +1,4 @@
-"""Does any version change, or become visible without being one whole push, whatever happens to those who write?
+"""Does any version change, or become visible without being one whole push, whatever happens to its writers?
 
 Writers are processes that share memory with the service. They are stopped, killed, forked, closed and broken in the middle of their
 copy, each run in one of these ways; meanwhile and afterwards others push, and all that can be pulled is compared with what was pushed.
@@ -45,11 +45,11 @@ FIRST_SEED = first_seed()
 MODELS = ("acme/first", "acme/second")
 KEPT = 2
 IMAGE_BYTES = 630_784
-"""Of a version of `tiny_folder` with `HIDDEN_SIZE`: its one file, in whole pages."""
+"""Size of a version of `tiny_folder` with `HIDDEN_SIZE` in bytes: its one file, in whole pages."""
 HELD = 6
-"""Versions that are looked at where they lie, after newer ones have come: who can still write to their memory is seen when he does."""
+"""Number of versions that are read in place after newer ones have come: a late write to their memory would show."""
 MEMORY = 4 * (HELD + 1) * IMAGE_BYTES
-"""What a run needs, where one reader may keep as many images as are held: memory that comes back is used again soon, and such that does not is missed by the runs that follow."""
+"""Memory of a run in bytes, where one reader may keep `HELD` images: released memory is reused soon, and a leak would fail later runs."""
 READY_SECONDS = 10.0
 
 
@@ -81,23 +81,23 @@ class Watcher:
         return push
 
     def failed(self, push: Push) -> None:
-        """Take note that nothing of a push may ever be seen."""
+        """Record that no byte of this push may ever be visible."""
         self._doomed.add(push.token)
 
     def succeeded(self, push: Push, outcome: Outcome) -> None:
-        """Take note of a push that had to succeed; waits until its version is visible, and keeps views of it for a while."""
+        """Record a push that had to succeed; wait until its version is visible, and keep views of it for a while."""
         assert (outcome.error, outcome.lane) == ("", "local")
         self.admin.wait_for(push.model, outcome.number, VersionState.READY, timeout=READY_SECONDS)
         self._is(push.model, outcome.number, push.token)
         self._held.append((push.model, outcome.number, dict(self._local.pull(push.model, outcome.number))))
 
     def made(self, trainer: TrainerClient, model: str) -> None:
-        """Push as a client of this process, which has to succeed."""
+        """Push from a client in this process; the push must succeed."""
         push = self.new_push(model)
         self.succeeded(push, push_pattern(trainer, push))
 
     def abort(self, model: str) -> None:
-        """Give up what is being received of a model."""
+        """Abort the versions of a model that are being received."""
         for version in self.admin.versions(model, include_invisible=True):
             if version.state in (VersionState.OPEN, VersionState.RECEIVING):
                 self.admin.abort(model, version.number)
@@ -219,7 +219,7 @@ def killed(run: Run) -> None:
     again = run.watcher.new_push(run.model, push.step)
     run.honest.begin(again)
     outcome = run.honest.ended()
-    if outcome.error:  # the dead writer's version is waited for until somebody gives it up
+    if outcome.error:  # the push waits for the dead writer's version until that is aborted
         run.watcher.failed(again)
         run.watcher.abort(run.model)
         run.made(run.honest, step=push.step)

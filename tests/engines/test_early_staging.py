@@ -130,7 +130,7 @@ def begin(
 
 
 def expected(arrays: Arrays) -> dict[str, torch.Tensor]:
-    """What the parameters are of a version with these tensors, by the model's own loader."""
+    """The parameters of a version with these tensors, by the model's own loader."""
     fresh = Llama(CONFIG, 0, 1)
     fresh.load_weights((name, torch.from_numpy(array)) for name, array in arrays.items())
     return {name: parameter.detach().clone() for name, parameter in fresh.named_parameters()}
@@ -142,7 +142,7 @@ def check(model: Llama, arrays: Arrays) -> None:
 
 
 def staged(rank: EngineRank, arrays: Arrays) -> set[str]:
-    """Names of the parameters that lie in the place as these tensors make them."""
+    """Names of the staged parameters that equal those of these tensors."""
     recorded, place = rank._recorded, rank.engine.place
     assert recorded is not None
     assert place is not None
@@ -152,7 +152,7 @@ def staged(rank: EngineRank, arrays: Arrays) -> set[str]:
 
 @contextmanager
 def counted(caplog: pytest.LogCaptureFixture) -> Iterator[list[int]]:
-    """How many parameters were staged early, and how many of these counted, once the block has ended."""
+    """The number of parameters staged early, and of those that were valid; filled in at the end of the block."""
     found: list[int] = []
     caplog.clear()
     with caplog.at_level(logging.INFO, "weighbridge.integrations.engine_rank.preparation"):
@@ -332,7 +332,7 @@ def test_no_early_byte_survives_of_a_rank_that_dies_and_writes_other_bytes(
     arrays: Arrays,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """By chance: which rank dies, after how many shards, reported or not; and by which lane the other bytes come."""
+    """Random: which rank dies, after how many shards, reported or not, and over which lane the other bytes come."""
     chance = random.Random(7)
     for step in range(2, 2 + ROUNDS):
         first, new = others(arrays, 1000 + step), others(arrays, step)
@@ -391,7 +391,7 @@ def test_a_version_that_is_given_up_leaves_its_memory_to_the_reader_until_that_i
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Engines collect no cycles while they compute, some never."""
+    """Engines run no garbage collection while they compute, and some never do."""
     gc.collect()
     gc.disable()
     try:
@@ -401,7 +401,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def readers(service: RunningService, number: int) -> int:
-    """How many hold the image of a version beside the service itself."""
+    """Number of readers of a version's image, without the service itself."""
     return sum(each.readers for each in service.service.images.holdings() if each.owner.number == number)
 
 
@@ -441,7 +441,7 @@ def test_memory_of_a_version_goes_back_when_all_of_it_lies_in_the_place(
 def test_an_engine_does_not_wait_for_ranks_when_it_is_asked_for_a_version_that_is_not_ready(
     rank: EngineRank, model: Llama, raw: RawClient, arrays: Arrays
 ) -> None:
-    """It stands still meanwhile."""
+    """It would stand still while it waits."""
     new = others(arrays, 2)
     number, [stream] = begin(raw, new, 2)
     raw.push(MODEL, number, cut(stream)[:10])

@@ -1,4 +1,4 @@
-"""Do ranks agree: is what fails on one raised on all, and said of whom?"""
+"""Do ranks agree: is a failure of one rank raised on all, with the name of that rank?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weighbridge.integrations.engine_rank.agreement import OneRank, RanksFailed,
 
 
 class Together:
-    """Ranks that are threads of this process; what they give each other is pickled, as between processes."""
+    """Ranks as threads of this process; the values that they exchange are pickled, as between processes."""
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, given: list[bytes]) -> None:
         self.rank = rank
@@ -31,7 +31,7 @@ class Together:
 
 
 def on_all(size: int, do: Callable[[Together], Any]) -> list[Any]:
-    """What each rank returns, or the error that it raises."""
+    """The result of each rank, or its error."""
     barrier, given, found = threading.Barrier(size), [b""] * size, [None] * size
 
     def run(rank: int) -> None:

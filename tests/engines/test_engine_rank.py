@@ -47,13 +47,13 @@ class Place:
     cache: Path
 
     def run(self, size: int, fn: Callable[..., Any], *args: Any, **overrides: Any) -> list[Any]:
-        """What a function of `tests.support.engine_ranks` returns on each rank."""
+        """The results of a function of `tests.support.engine_ranks` on all ranks."""
         engine = (self.service.address, MODEL, config(**overrides))
         job = gloo_job(size, engine_ranks.run, str(self.cache), fn, *engine, *args)
         return run_jobs([job], timeout=120)[0]
 
     def cut(self, version: int, rank: int, size: int) -> Parameters:
-        """What a rank has to hold of a version, cut from its files."""
+        """The parameters of a version that a rank must hold, cut from its files."""
         return cut(load_file(self.folders[version - 1] / "model.safetensors"), rank, size)
 
 
@@ -174,7 +174,7 @@ def test_all_ranks_take_a_version_back_that_another_engine_could_not_take(place:
 def test_a_version_that_comes_while_the_engine_sleeps_is_brought_by_its_wake_up(
     place: Place, level: int
 ) -> None:
-    """Level 1 keeps what was in the parameters, level 2 does not."""
+    """Level 1 keeps the parameters' values, level 2 does not."""
     one, two = f"{MODEL}@1", f"{MODEL}@2"
     for rank, found in enumerate(place.run(2, engine_ranks.sleep_and_wake, level)):
         assert "version 2 was not applied, and the engine keeps version 1" in found["refused"]

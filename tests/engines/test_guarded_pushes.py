@@ -1,4 +1,4 @@
-"""Do pushes from a training loop's hooks leave the loop alone, whatever other ranks have come to?"""
+"""Do pushes from a training loop's hooks never stop the loop, whatever happens on other ranks?"""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _pushing(*_: Any) -> Any:
 
 
 class Fsdp1(FullyShardedDataParallel):
-    """What FSDP's first version makes of a module, as far as it is looked at."""
+    """The parts of an FSDP 1 module that pushes read."""
 
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)

@@ -123,7 +123,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class After:
-    """What one rank saw after it had saved, or gone on."""
+    """The observations of one rank after it saved or resumed."""
 
     losses: list[float | None]
     drawn: tuple[float, float, Tensor]
@@ -132,7 +132,7 @@ class After:
 
 @dataclass(frozen=True)
 class Saved:
-    """What the rank's own checkpoint would have had, and what it saw afterwards."""
+    """The contents of the rank's own checkpoint, and its observations afterwards."""
 
     own: Any
     after: After
@@ -149,7 +149,7 @@ def _killed(
         random.random()
         own = loop.training.own_state()
         loop.save(folder / "lost")
-        saved = Saved(own, loop.after())  # what is pushed has been copied out by now
+        saved = Saved(own, loop.after())  # the pushed tensors have been copied by now
         hook.wait(timeout=120)
         torch.save(saved, folder / f"saved-{rank}")
         torch.distributed.barrier()

@@ -108,7 +108,7 @@ class Trainer:
 
 
 def _listen() -> io.StringIO:
-    """What the hook logs from now on."""
+    """The log of the hook from this call on."""
     heard = io.StringIO()
     logger = logging.getLogger("weighbridge")
     logger.setLevel(logging.INFO)
@@ -118,7 +118,7 @@ def _listen() -> io.StringIO:
 
 @dataclass(frozen=True)
 class Saved:
-    """What one rank saw: numbers of versions by what was saved, and whether the hook has left things as they were."""
+    """The report of one rank: version numbers by kind of save, and whether the hook restored everything that it replaced."""
 
     versions: dict[str, int]
     unhooked: bool
@@ -144,7 +144,7 @@ def _train(
 
         trainer.scale(2)
         request = trainer.save(20, save_dir, async_sharded_save=True)
-        trainer.scale(5)  # what is pushed has been copied out by now
+        trainer.scale(5)  # the pushed tensors have been copied by now
         request.execute_sync()
         versions["async"] = hook.wait(timeout=60).number
 
@@ -160,7 +160,7 @@ def _train(
 
 @dataclass(frozen=True)
 class Training:
-    """What a training left: its ranks' reports, the folder with its checkpoints, and the weights that it began with."""
+    """The results of a training: its ranks' reports, the folder with its checkpoints, and its initial weights."""
 
     address: str
     ranks: list[Saved]
@@ -250,7 +250,7 @@ def _save_without_service(
 ) -> str:
     heard = _listen()
     trainer = Trainer(FEW, config, weights)
-    server = NOBODY if rank == 1 else address  # one rank's trouble is everybody's
+    server = NOBODY if rank == 1 else address  # a failure on one rank fails the push of all
     with push_on_save("tests/saved", server, retry_seconds=0.5, strict=strict):
         trainer.save(40, save_dir)
     return heard.getvalue()

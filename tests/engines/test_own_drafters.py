@@ -64,7 +64,7 @@ class Engine(Alone):
 
 @dataclass
 class Place:
-    """A service with two versions of a policy and of its drafter, and one of a model that the drafter is not like; and their tensors."""
+    """A service with two versions of a policy and of its drafter, and one of a model with another structure than the drafter; and their tensors."""
 
     service: RunningService
     tensors: dict[tuple[str, int], Tensors]
@@ -92,7 +92,7 @@ class Place:
         return rank
 
     def start_policy(self, ranks: Any) -> EngineRank:
-        """A rank whose drafter has come from elsewhere."""
+        """A rank whose drafter was not loaded from the service."""
         rank = EngineRank(Engine(ranks))
         rank.load(ModelSource(POLICY, self.service.address, lane="grpc"), 1)
         return rank
@@ -152,7 +152,7 @@ class Counted(Together):
 
 
 def on_two(do: Callable[[Counted], Any]) -> list[Any]:
-    """What each of two ranks in this process returns."""
+    """The results of two ranks in this process."""
     failed: list[BaseException] = []
 
     def run(ranks: Together) -> Any:
@@ -401,7 +401,7 @@ def test_a_drafter_from_elsewhere_has_versions_from_the_first_update_on_that_nam
     rank.apply(2, place.both(2))
     place.check(rank, 2, 2)
     rank.undo(2)
-    place.check(rank, 1, 2)  # what it had before is not to be had any more
+    place.check(rank, 1, 2)  # the drafter's earlier weights, from elsewhere, cannot be restored
     rank.held = None  # as after an update that could not be taken back
     with pytest.raises(WeighbridgeError, match="would keep its weights"):
         rank.apply(1)

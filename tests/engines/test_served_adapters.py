@@ -1,4 +1,4 @@
-"""Does an API server of vLLM hand its engines the right version of an adapter, and is what they cannot serve said before it is loaded?
+"""Does an API server of vLLM hand its engines the right version of an adapter, and refuse one that they cannot serve before it is loaded?
 
 Without vLLM: its engines are fakes behind the real guard, and its table of models is a dict. `test_vllm_adapters.py` has vLLM itself.
 """
@@ -70,10 +70,10 @@ CONFIG = tiny_config("llama", tied=False, num_hidden_layers=1)
 
 @dataclass
 class Engine:
-    """An engine of which the core is real as far as adapters go, and the workers load what they are told.
+    """An engine with the real adapter guard in its core, and workers that load the adapters they receive.
 
     Attributes:
-        state: what its workers say.
+        state: the state that its workers report.
         loaded: names, each with its tensors and number, in the order of loading.
         reads: names, each time that the workers have read its files.
         memory: numbers that the workers have now.
@@ -120,7 +120,7 @@ class Engine:
 
 @dataclass
 class Server:
-    """An API server's part of vLLM that is used, with two engines."""
+    """The parts of a vLLM API server that are used, with two engines."""
 
     engines: list[Engine]
     models: Any = field(
@@ -608,7 +608,7 @@ def test_settings_name_patterns_and_take_the_service_of_the_load_format() -> Non
 
 
 class AuthenticationMiddleware:
-    """Named as vLLM's own: passes nothing on without a key."""
+    """A middleware with the name of vLLM's: rejects requests without a key."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -623,7 +623,7 @@ class AuthenticationMiddleware:
 
 @dataclass
 class Request:
-    """A request to an app, and what came of it."""
+    """A request to an app, and its response."""
 
     body: bytes
     headers: tuple[tuple[bytes, bytes], ...] = (
@@ -666,7 +666,7 @@ class Request:
 
 @dataclass
 class Behind:
-    """vLLM's app: notes what it is asked, and answers by what it is given."""
+    """vLLM's app: records its requests, and gives the responses that a test sets."""
 
     answers: list[tuple[int, bytes]] = field(default_factory=lambda: [(200, b"{}")])
     seen: list[bytes] = field(default_factory=list)

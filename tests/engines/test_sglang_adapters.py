@@ -33,7 +33,7 @@ LORA = (
 
 
 def adapted(seed: int, base: int, **options: Any) -> Any:
-    """An adapter on the model of a version, that changes what it says."""
+    """An adapter on the model of a version that changes its output."""
     torch.manual_seed(seed)
     given = {"r": 4, "lora_alpha": 16, "target_modules": MODULES, "init_lora_weights": False, **options}
     return peft.get_peft_model(
@@ -42,7 +42,7 @@ def adapted(seed: int, base: int, **options: Any) -> Any:
 
 
 def said(model: Any) -> list[int]:
-    """What transformers and peft say."""
+    """The tokens that transformers generates from the prompt with a model."""
     tokens = torch.tensor([PROMPT])
     found = model.generate(input_ids=tokens, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
     texts: list[int] = found[0, len(PROMPT) :].tolist()

@@ -64,7 +64,7 @@ def running(service: KillableService, texts: object) -> None:
 
 @pytest.fixture(scope="module")
 def texts(service: KillableService, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
-    """What transformers says, for each version of the model."""
+    """The tokens that transformers generates, by version of the model."""
     found = {}
     with TrainerClient(service.address) as trainer:
         for seed in (1, 2, 3):
@@ -97,7 +97,7 @@ class Engine:
         return SglangServer(self.url, service, model, timeout=120)
 
     def says(self, adapter: str | None = None) -> tuple[list[int], str]:
-        """What it answers to the prompt, perhaps with an adapter, and the version that it says it has answered with."""
+        """The tokens that the engine generates from the prompt, with an adapter if named, and the version that it reports for them."""
         body = {
             "input_ids": PROMPT,
             "lora_path": adapter,
@@ -112,7 +112,7 @@ class Engine:
 
 
 def first_version(service: KillableService, folder: Path) -> str:
-    """Where a server starts from: the service, or the same files in a folder if this release cannot."""
+    """The source from which a server starts: the service, or a folder with the same files if this release has no plug-ins."""
     if HAS_PLUGINS:
         return f"weighbridge://{service.address}/{MODEL}@1"
     tiny_model(tiny_config("qwen3", tied=False), 1).save_pretrained(folder)

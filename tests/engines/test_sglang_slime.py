@@ -46,7 +46,7 @@ def service(tmp_path: Path, models: list[PreTrainedModel]) -> Iterator[KillableS
 
 
 def said(model: PreTrainedModel) -> list[int]:
-    """What transformers answers."""
+    """The tokens that transformers generates from the prompt."""
     tokens = model.generate(
         torch.tensor([PROMPT]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False
     )

@@ -186,7 +186,7 @@ def test_a_live_model_from_elsewhere_goes_to_a_version(
     assert update(model).number == 2
     expected = AutoModelForCausalLM.from_pretrained(models["llama"].folders[1], dtype=torch.bfloat16)
     assert client.differences(model, expected) == []
-    model.float()  # what was recorded does not hold any more
+    model.float()  # the recording is not valid any more
     update(model, 1)
     assert client.differences(model, AutoModelForCausalLM.from_pretrained(models["llama"].folders[0])) == []
 
@@ -212,7 +212,7 @@ def test_a_model_keeps_its_version_when_another_lacks_a_tensor(
     service: RunningService, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Lacking(EngineClient):
-        """Of whose version 2 nobody has a norm."""
+        """A client of a service whose version 2 lacks a norm."""
 
         def pull(self, model: str, version: str | int = "latest", *args: Any, **kwargs: Any) -> Pull:
             found = super().pull(model, version, *args, **kwargs)

@@ -55,11 +55,11 @@ class Command:
     said: list[str] = field(default_factory=list)
 
     def wait_loaded(self, version: str, base: int) -> None:
-        """Return when it says that the engine has loaded an adapter ahead."""
+        """Wait until the command reports that the engine has loaded an adapter ahead."""
         self._wait(self.errors, f"{version}: loaded ahead, on {BASE}@{base}")
 
     def wait_serves(self, base: int) -> None:
-        """Return when it says that the engine has a version of the base."""
+        """Wait until the command reports that the engine has a version of the base."""
         self._wait(self.process.stdout, f"{BASE}@{base}: ")
 
     def interrupt(self) -> None:
@@ -92,13 +92,13 @@ def following(there: Adapters, server: VllmServer, gate: Gate) -> Iterator[Comma
 
 
 def listed(server: VllmServer) -> set[str]:
-    """What vLLM itself says it serves."""
+    """The models that vLLM itself lists."""
     with urllib.request.urlopen(server.url + "/v1/models", timeout=60) as answer:
         return {each["id"] for each in json.load(answer)["data"]}
 
 
 def check_answers(there: Adapters, server: VllmServer, *versions: str) -> None:
-    """Compare what the server says with the merged models."""
+    """Compare the server's answers with the merged models."""
     for version in versions:
         assert ask(server, version) == Said(version, there.said[version, PROMPT])
 

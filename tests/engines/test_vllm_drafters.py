@@ -41,14 +41,14 @@ DRAFTER, OTHER = "tests/draft", "tests/other"
 
 @dataclass
 class Place:
-    """A service with two versions of two models, and what transformers says of each."""
+    """A service with two versions of two models, and the text that transformers generates with each."""
 
     address: str
     folders: Path
     texts: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def run(self, do: str, model: str, *arguments: str) -> dict[str, Any]:
-        """What a job of `tests.support.vllm_drafter_job` has seen."""
+        """The observations of a job of `tests.support.vllm_drafter_job`."""
         done = subprocess.run(
             [PYTHON, "-m", "tests.support.vllm_drafter_job", do, self.address, model, PROMPT, *arguments],
             env={
@@ -98,7 +98,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def _said(model: PreTrainedModel) -> str:
-    """How the prompt goes on by transformers, which knows of no drafter."""
+    """The text that transformers generates from the prompt, without a drafter."""
     tokens = [int(word[1:]) for word in PROMPT.split()]
     with torch.no_grad():
         found = model.generate(

@@ -1,4 +1,4 @@
-"""Does every engine of a live vLLM server with data parallelism answer by the version that is said of it, whichever of them loses the service?
+"""Does every engine of a live data-parallel vLLM server answer with the version that it reports, whichever engine loses the service?
 
 Servers of two and of three engines, each of which reaches the service through a gate that can be closed for it alone. Fifty versions come, by
 the agent and by vLLM's own calls, while the way of one engine is cut at random; clients ask all the time.
@@ -43,7 +43,7 @@ START_SECONDS = 1500.0
 
 @dataclass
 class Asker:
-    """A client that asks one engine again and again, and notes each answer with the labels that the server had before and after it.
+    """A client that sends requests to one engine in a loop, and records each answer with the server's labels before and after it.
 
     Attributes:
         seen: text, and the two labels, of each.
@@ -114,7 +114,7 @@ class Place:
             return ""
 
     def by_agent(self, number: int) -> bool:
-        """Take the engines to a version; whether the agent says that they have it."""
+        """Update the engines to a version; whether the agent reports success."""
         follower = Follower(self.client, MODEL, self.engine)
         done = follower.take_to(number)
         assert (done.serves == number) == (not done.error), done

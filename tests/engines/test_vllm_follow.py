@@ -42,7 +42,7 @@ RETRY_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Seen:
-    """What clients see of a server: how a prompt goes on, the version that its workers say they have, what is broken, and its label."""
+    """A server as clients see it: its completion of the prompt, the version that its workers report, what is broken, and its label."""
 
     text: str
     serving: int | None
@@ -55,7 +55,7 @@ class Place:
     """A service, a trainer that makes versions, and a vLLM that serves one of them.
 
     Attributes:
-        texts: what transformers says of each version.
+        texts: the text that transformers generates, by version.
     """
 
     running: RunningService
@@ -90,13 +90,13 @@ class Place:
             assert time.monotonic() < deadline
 
     def seen(self) -> Seen:
-        """What the server answers, and which version it says that it has, in each way in which it says so."""
+        """The server's completion of the prompt, and the version from each place that reports it."""
         serving = self.engine.serving()
         text = self.server.complete(PROMPT, TOKENS).text.strip()
         return Seen(text, serving.version, serving.broken, self.server.weight_version())
 
     def version(self, number: int) -> Seen:
-        """What is seen of a server that has this version."""
+        """The expected observation of a server with this version."""
         others = [text for version, text in self.texts.items() if version != number]
         assert self.texts[number] not in others, "the versions cannot be told apart"
         return Seen(self.texts[number], number, "", f"{MODEL}@{number}")

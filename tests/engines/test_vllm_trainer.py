@@ -1,4 +1,4 @@
-"""Does a live vLLM server answer by the weights that ranks of a trainer send by vLLM's own factory, and by those that it had when that fails?
+"""Does a live vLLM server answer with the weights that a trainer's ranks send through vLLM's own factory, and keep its old weights when that fails?
 
 One server, and two ranks with FSDP2 in vLLM's environment; a service that can be killed, which vLLM reaches through a gate.
 """
@@ -44,7 +44,7 @@ class Place:
         self.ask("connect", url=self.at.server.url, said=told, stages=stages, pushing=pushing)
 
     def ask(self, name: str, /, **arguments: Any) -> list[Any]:
-        """What all ranks answer; what they have raised, if they have."""
+        """The answers of all ranks to a call; raises if a rank has failed."""
         for rank in self.ranks:
             rank.begin(name, **arguments)
         return self.answers()
@@ -54,7 +54,7 @@ class Place:
             return list(pool.map(Job.answer, self.ranks))
 
     def failures(self) -> list[str]:
-        """What each rank has raised; empty if nothing."""
+        """The error of each rank; empty where there is none."""
 
         def failure(rank: Job) -> str:
             try:
@@ -73,7 +73,7 @@ class Place:
         return found
 
     def send(self) -> list[int | None]:
-        """Send new weights; how many bytes each rank has pushed."""
+        """Send new weights; the number of bytes that each rank pushed."""
         expected = self.new_weights()
         pushed = self.ask("send")
         self.at.expected = expected
@@ -239,7 +239,7 @@ def test_a_version_that_a_killed_trainer_has_left_open_is_in_nobody_s_way(place:
         push = pool.submit(
             killed.push_gathered, MODEL, [tensor], step=1, rank=0, world_size=RANKS, held=[tensor[0]]
         )
-        eventually(lambda: opened(place) - before)  # one of before may end meanwhile
+        eventually(lambda: opened(place) - before)  # an older push may end in the meantime
         [left] = opened(place) - before
         try:
             place.send()

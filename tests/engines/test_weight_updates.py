@@ -1,4 +1,4 @@
-"""Do the two sides of an update find each other by its ticket, and does each learn what became of it?"""
+"""Do the two sides of an update find each other by its ticket, and does each learn its outcome?"""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpdateSettings]
         source = UpdateSettings(
             MODEL, running.address, retry_seconds=5.0, run="tests", hf_dir=folder / "hf", dtype="fp32"
         )
-        for _ in range(2):  # whoever starts first
+        for _ in range(2):  # as each process of a job does, in any order
             UpdateSender(source).register()
         yield source
 
@@ -61,7 +61,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpdateSettings]
 def send(
     source: UpdateSettings, update: Update, of_ranks: list[Weights], step: int | None = None
 ) -> list[str]:
-    """What each rank raises."""
+    """The error of each rank; empty where there is none."""
 
     def of(rank: int) -> str:
         try:

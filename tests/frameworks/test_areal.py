@@ -1,6 +1,6 @@
 """Do AReaL's trainer and two of its FSDP2 ranks update engines through the service, and does generation go on whatever fails?
 
-The engines are HTTP servers that answer as SGLang's do, and load what they are told to load.
+The engines are HTTP servers that answer as SGLang's do, and load the weights that a request names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Do all ranks of an AReaL actor hear of what one of them cannot do, whenever it fails, and does the next update need nothing of the one before?
+"""Do all ranks of an AReaL actor learn of a failure on one rank, at any point of an update, and is the next update independent of it?
 
 The actor's ranks are two of three of a real job over gloo, the service is real; AReaL's own parts are `tests.support.areal_actors`.
 """
@@ -36,7 +36,7 @@ class Place:
         model.save_pretrained(self._hf_dir)
 
     def updates(self, *faults: str) -> list[dict[str, Any]]:
-        """What the actor's ranks saw of so many updates."""
+        """The observations of the actor's ranks, with one update for each fault."""
         args = (self.service.address, str(self._hf_dir), str(self.root), self.model, faults)
         found = run_jobs([gloo_job(3, areal_actors.updates, *args)], timeout=200)[0]
         return [found[rank] for rank in MEMBERS]

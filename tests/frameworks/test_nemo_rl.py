@@ -29,7 +29,7 @@ Weights = list[tuple[str, Tensor]]
 
 
 class BaseEngine(abc.ABC):
-    """What NeMo-RL's ``CheckpointEngine`` names."""
+    """The abstract methods of NeMo-RL's ``CheckpointEngine``."""
 
     cleanup_after_load = True
 
@@ -95,7 +95,7 @@ class Synchronizer:
             self._rollouts[rank].init_rollout_process_group(rollout_rank=rank, **sizes)
 
     def refit(self, weights: Weights) -> list[list[Weights] | WeighbridgeError | None]:
-        """What each policy worker and then each rollout has got, or has raised."""
+        """The result of each policy worker and then of each rollout: the weights received, or the error."""
 
         async def received(engine: Any) -> list[Weights]:
             return [

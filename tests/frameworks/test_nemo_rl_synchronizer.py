@@ -34,7 +34,7 @@ START_SECONDS = 900.0
 
 
 def of_the_page() -> dict[str, Any]:
-    """What the page says to write under ``policy.generation``."""
+    """The settings under ``policy.generation`` in the documentation page."""
     page = (Path(__file__).parents[2] / "docs" / "nemo-rl.md").read_text("utf-8")
     found = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert found is not None
@@ -54,7 +54,7 @@ class Place:
         self.generation = generation
 
     def scale(self, factor: float) -> None:
-        """Multiply the weights of the policy workers, and those that are compared with."""
+        """Multiply the weights of the policy workers, and the expected ones."""
         self.job.ask("of_policy", method="scale", factor=factor)
         with torch.no_grad():
             for parameter in self.model.parameters():

@@ -73,7 +73,7 @@ class Relay:
 
 @dataclass
 class Trainer:
-    """What prime-rl's trainer writes; all elements of a step are its number."""
+    """A writer of the files of prime-rl's trainer; all elements of a step are its number."""
 
     output_dir: Path
     shapes: dict[str, torch.Size]
@@ -111,7 +111,7 @@ def steps_in(broadcasts: Path) -> list[int]:
 
 @dataclass
 class Orchestrator:
-    """What prime-rl's weight watcher does, and its engines with the folder that they are given; it looks without a pause."""
+    """prime-rl's weight watcher, and its engines that load the folder they receive; it polls without a pause."""
 
     output_dir: Path
     names: frozenset[str]
@@ -159,7 +159,7 @@ class Orchestrator:
 
 
 def marked(folder: Path) -> tuple[int, int] | None:
-    """Which marker a folder has; None without one."""
+    """Inode and modification time of a folder's marker; None without one."""
     try:
         found = (folder / "STABLE").stat()
     except FileNotFoundError:

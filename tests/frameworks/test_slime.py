@@ -66,7 +66,7 @@ def nbytes(weights: dict[str, Tensor]) -> int:
 
 
 def said(address: str, folder: Path, **more: Any) -> dict[str, Any]:
-    """What a user adds to the framework's arguments."""
+    """The arguments that a user adds to the framework's."""
     settings = {"server": address, "model": MODEL, "lane": "grpc", "retry_seconds": 3.0, **more}
     return {"weighbridge": settings, "hf_checkpoint": str(folder)}
 
@@ -197,7 +197,7 @@ def updates(
     count: int,
     signs: Path | None,
 ) -> list[str]:
-    """What each update has raised. With signs, the last rank's second push waits for one, and all ranks for another one behind that update."""
+    """The error of each update. With ``signs``, the last rank's second push waits for one file there, and all ranks wait for another after that update."""
     actor, chunks = started("slime", parallel, config, weights, more)
     push = actor.weight_updater._client.push
 
@@ -309,7 +309,7 @@ def unreached(
     more: dict[str, Any],
     parts: int,
 ) -> str:
-    """What an update raises whose engines are all parts that have no server of their own."""
+    """The error of an update whose engines are all nodes without a server of their own."""
     del rank
     actor, _ = started("slime", parallel, config, weights, more)
     handles = [EngineHandle("slime", "http://other-node", node_rank=1)] * parts
@@ -321,7 +321,7 @@ def unreached(
 def growth(
     rank: int, parallel: Parallel, config: PretrainedConfig, more: dict[str, Any], url: str
 ) -> tuple[int, int]:
-    """By how many bytes this process grows at the most in an update, and how many its shards have."""
+    """Peak growth of this process in an update, and the size of its shards, both in bytes."""
     del rank
     model = build_family_model(config, parallel, dtype=torch.bfloat16)
     actor = TrainerActor("slime", arguments("slime", **more), [model])

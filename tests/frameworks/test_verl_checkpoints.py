@@ -81,7 +81,7 @@ def test_ranks_that_were_killed_go_on_to_the_bit_and_others_with_every_tensor(
 def _check_taken_in(
     service: RunningService, folder: Path, gathered: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    """What verl itself has saved, converted and imported, is what torch has gathered of the same module and optimizer."""
+    """Check that verl's own checkpoint, converted and imported, equals what torch gathered of the same module and optimizer."""
     report = convert_folder(folder, tmp_path / "converted")
     assert report.left_out == {"extra_state (files)": 2, "optim (files)": 2}
     weights = {name: each for name, each in gathered.items() if not name.startswith("state.")}

@@ -1,4 +1,4 @@
-"""Is a change of the contract that would break its users refused, and one that adds to it accepted?"""
+"""Is a breaking change of the contract refused, and an addition accepted?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIELD = "  string dtype = 4;"
 
 
 def against_baseline(folder: Path, old: str, new: str) -> subprocess.CompletedProcess[str]:
-    """What ``buf breaking`` says of a contract in which one text stands for another."""
+    """The result of ``buf breaking`` for a contract in which ``old`` is replaced by ``new``."""
     shutil.copytree(PROTOS, folder / "protos")
     contract = folder / "protos" / WEIGHTS
     text = contract.read_text()

@@ -1,4 +1,4 @@
-"""Do the files of deploy/ start the service with options that it has, as a user without rights, and stop it no sooner than it has drained?"""
+"""Do the files of deploy/ start the service with existing options, as an unprivileged user, and stop it only after it has drained?"""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ DEPLOY = ROOT / "deploy"
 MANIFESTS = [DEPLOY / "kubernetes.yaml", DEPLOY / "kubernetes-s3.yaml"]
 SCRIPTS = sorted(DEPLOY.glob("*.sh"))
 ENDING_SECONDS = server._LINGER_SECONDS + server._GRPC_GRACE_SECONDS + server._HTTP_GRACE_SECONDS
-"""What the service takes at most beyond --drain-seconds."""
+"""The longest time in seconds that the service takes to end beyond --drain-seconds."""
 NAME = "app.kubernetes.io/name"
 
 
 def asked_of(arguments: list[str]) -> dict[str, Any]:
-    """What ``weighbridge serve`` would be started with. Raises click's error for options that it does not have."""
+    """The options that ``weighbridge serve`` would parse from these arguments. Raises click's error for unknown options."""
     assert arguments[0] == "serve"
     return serve_command.make_context("serve", list(arguments[1:])).params
 

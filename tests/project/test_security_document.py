@@ -1,4 +1,4 @@
-"""Does SECURITY.md name tests that there are?"""
+"""Does SECURITY.md name tests that exist?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TEXT = (ROOT / "SECURITY.md").read_text()
 
 
 def named() -> list[tuple[str, Path]]:
-    """The tests that the table of promises names; a file without folders lies where the one before it does."""
+    """The tests that the table of promises names; a file name without a folder is in the folder of the previous file."""
     found = []
     for promise, tests in re.findall(
         r"^\| (.+?) \| (.+) \|$", TEXT.partition("## What is held")[2], re.MULTILINE

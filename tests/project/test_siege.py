@@ -1,4 +1,4 @@
-"""Is a service there for others while somebody takes from it all that he can get, and does it recover from that?
+"""Does a service serve other clients while an attacker takes all the resources it can, and recover afterwards?
 
 Attacks of `make bench-siege`, shorter and some of them smaller, each on a service process of its own. Attackers come from another address
 than the clients whose calls, probes and pulls are looked at. Times are bounded as generously as a busy machine needs.

@@ -96,7 +96,7 @@ class Rank:
         return int(self._trainer.actor.pushed.number)
 
     def pushed(self) -> dict[str, Any]:
-        """What the newest push of this rank cost."""
+        """Bytes and lane of the newest push of this rank."""
         report = self._trainer.actor.pushed.report()
         return {"stream_bytes": report.stream_bytes, "lane": report.lane}
 

@@ -1,4 +1,4 @@
-"""What NeMo-RL's workers need to run on CPUs: a device to ask for its memory, gloo, and a vLLM whose weights stay as they are."""
+"""Patches that let NeMo-RL's workers run on CPUs: a device that reports its memory, gloo, and a vLLM that does not repack its weights."""
 
 from __future__ import annotations
 

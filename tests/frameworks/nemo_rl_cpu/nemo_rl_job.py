@@ -52,7 +52,7 @@ class Job:
 
         Args:
             folder: of the model.
-            generation: what a user says of ``policy.generation``.
+            generation: a user's ``policy.generation``.
             workers: of each kind.
         """
         ray.init(num_cpus=32, num_gpus=8, include_dashboard=False)
@@ -65,7 +65,7 @@ class Job:
         self._generation = vllm_generation.VllmGeneration(clusters[1], config["generation"])
 
     def connect(self, generation: dict[str, Any]) -> None:
-        """A synchronizer between them, by what a user says of ``policy.generation``; the one before is shut down."""
+        """Make a synchronizer between them from a user's ``policy.generation``, and shut down the previous one."""
         if self._synchronizer is not None:
             self._synchronizer.shutdown()
         self._generation.cfg.update(generation)
@@ -83,17 +83,17 @@ class Job:
         return bool(self._synchronizer.is_stale)
 
     def of_policy(self, method: str, **named: Any) -> list[Any]:
-        """What a method gives on each policy worker."""
+        """The results of a method on all policy workers."""
         return ray.get([getattr(each, method).remote(**named) for each in self._policy.worker_group.workers])
 
     def of_rollouts(self, method: str, **named: Any) -> list[Any]:
-        """What a method gives on each rollout."""
+        """The results of a method on all rollouts."""
         workers = self._generation.worker_group.workers
         return ray.get([getattr(each, method).remote(**named) for each in workers])
 
 
 def _policy_config(folder: str, generation: dict[str, Any]) -> dict[str, Any]:
-    """What of NeMo-RL's configuration its workers read."""
+    """The part of NeMo-RL's configuration that its workers read."""
     return {
         "model_name": folder,
         "precision": "float32",

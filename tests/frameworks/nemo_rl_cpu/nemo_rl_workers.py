@@ -61,7 +61,7 @@ class RolloutWorker(VllmGenerationWorkerImpl):
         cpu_devices.stand_in()
 
     def report_device_id(self) -> list[str]:
-        """There is none to be told from others."""
+        """A constant: there is no device to identify."""
         return ["cpu"]
 
     def held(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -70,7 +70,7 @@ class RolloutWorker(VllmGenerationWorkerImpl):
         return found
 
     def goes_on(self, prompt: str, tokens: int) -> tuple[str, list[float]]:
-        """How vLLM goes on, greedily; the logarithms of the tokens' probabilities."""
+        """The greedy completion by vLLM, and the log probabilities of its tokens."""
         how = self.SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=0, ignore_eos=True)
         self.llm.reset_prefix_cache()
         (said,) = self.llm.generate([prompt], how, use_tqdm=False)

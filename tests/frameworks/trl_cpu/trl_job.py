@@ -57,7 +57,7 @@ def attention(
 
 
 def reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
-    """How many different words there are."""
+    """The number of different words in each completion."""
     return [float(len(set(each[0]["content"].split()))) for each in completions]
 
 
@@ -128,7 +128,7 @@ class Trl:
         self._trainer.until = until
 
     def sync(self) -> int:
-        """What TRL does after each step; how many bytes the server has fetched."""
+        """Synchronize the weights as TRL does after each step; the number of bytes that the server fetched."""
         self._trainer._sync_weight()
         return int(self._transfer.updated.nbytes)
 

@@ -19,7 +19,7 @@ _PRELOAD = ("checkpoint_ranks", "verl.workers.engine", "tests.support.megatron_t
 
 
 class Job:
-    """What can be asked."""
+    """One job; its methods are the requests that it answers."""
 
     def train(self, kind: str, hf_dir: str, folder: str, sizes: dict[str, int]) -> str:
         """Ranks that save and are killed; how they ended."""
@@ -30,7 +30,7 @@ class Job:
         return ""
 
     def resume(self, kind: str, hf_dir: str, folder: str, sizes: dict[str, int], exactly: bool) -> list[str]:
-        """Ranks that go on; what differs from what the killed ones had and saw. Losses and random numbers are compared on as many ranks alone."""
+        """Ranks that resume; the differences from the killed ones. Losses and random numbers are compared only at the same number of ranks."""
         found = _run(kind, checkpoint_ranks.resume, hf_dir, folder, sizes)
         paths = sorted(Path(folder).glob("saved-*"))
         saved = [torch.load(path, weights_only=False) for path in paths]

@@ -150,7 +150,7 @@ class MegatronLoop:
         return [group["lr"] for group in self.rank.optimizer.param_groups]
 
     def whole(self) -> Any:
-        """What Megatron would save of this rank."""
+        """The state of this rank that Megatron would save."""
         return self.rank.own_state()
 
     def save(self, path: str, step: int) -> None:

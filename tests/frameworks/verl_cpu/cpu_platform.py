@@ -1,4 +1,4 @@
-"""What verl 0.9 needs to run on CPUs: a platform of its own kind, and no pinned memory. Loaded by ``VERL_USE_EXTERNAL_MODULES`` in each process."""
+"""A platform that lets verl 0.9 run on CPUs, without pinned memory. Loaded by ``VERL_USE_EXTERNAL_MODULES`` in each process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESOURCE = "TEST_CPU"
 
 
 class _Device(types.ModuleType):
-    """What verl calls of ``torch.cuda``, with nothing behind it."""
+    """A stub of the part of ``torch.cuda`` that verl calls."""
 
     def is_available(self) -> bool:
         return False

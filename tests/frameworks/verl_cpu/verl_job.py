@@ -87,7 +87,7 @@ class Job:
         )
 
     def end_update(self) -> list[list[str]]:
-        """How the update ended on each actor and each worker of rollouts: what it raised, or nothing."""
+        """The error of the update on each actor and each rollout worker; empty where there is none."""
         return [[_ended(each) for each in side] for side in self._begun]
 
     def catch_up(self) -> int:
@@ -106,7 +106,7 @@ class Job:
         self._rollouts.scale(factor)
 
     def factor(self) -> float:
-        """By what the actors' weights have been multiplied."""
+        """The factor by which the actors' weights have been multiplied."""
         return self._factor
 
     def rename(self, name: str, to: str) -> None:
@@ -118,7 +118,7 @@ class Job:
         self._actors.hold(path)
 
     def pushed(self) -> list[dict[str, Any]]:
-        """What each actor's newest push cost."""
+        """Version number and bytes of each actor's newest push."""
         found: list[dict[str, Any]] = self._actors.pushed()
         return found
 
@@ -144,7 +144,7 @@ class Job:
         self._replicas = start_slices(self._model, self._config, size)
 
     def receive_in_mode_slices(self) -> None:
-        """What a worker of rollouts does of itself in this mode."""
+        """Receive weights as a rollout worker by itself does in this mode."""
 
         async def receive() -> None:
             engine = WeighbridgeCheckpointEngine(1 << 20, **self._config.engine_kwargs["weighbridge"])
@@ -154,11 +154,11 @@ class Job:
         asyncio.run(receive())
 
     def slices(self) -> list[list[dict[str, Any]]]:
-        """What each rank of each engine holds, and what it has cost."""
+        """The slices of each rank of each engine, and their cost."""
         return [ray.get(replica.servers[0].report.remote()) for replica in self._replicas]
 
     def compose(self, lines: list[str]) -> dict[str, Any]:
-        """What verl makes of lines on its command line, of the checkpoint engine."""
+        """The settings of the checkpoint engine that verl makes from lines on its command line."""
         with initialize_config_module("verl.trainer.config", version_base=None):
             config = compose("ppo_trainer", lines).actor_rollout_ref.rollout.checkpoint_engine
         wanted = ("backend", "custom_backend_module", "engine_kwargs")

@@ -79,7 +79,7 @@ class Actor(TrainingWorkerTest):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pushed(self) -> dict[str, Any]:
-        """What the newest push cost."""
+        """Version number and bytes of the newest push."""
         handle = self.checkpoint_engine.pushed
         return {"number": handle.number, "stream_bytes": handle.report().stream_bytes}
 
@@ -112,7 +112,7 @@ class Actor(TrainingWorkerTest):
                 engine.finalize()
                 torch.distributed.barrier()
                 found["adapter"].append(time.monotonic() - started)
-                engine.pushed.wait()  # until it is in the store, and disturbs nobody
+                engine.pushed.wait()  # until it is in the store, and cannot slow the next measurement
                 torch.distributed.barrier()
                 started = time.monotonic()
                 pushed = trainer.push_gathered(
@@ -195,7 +195,7 @@ class MegatronActor(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pushed(self) -> dict[str, Any]:
-        """What the newest push cost."""
+        """Version number and bytes of the newest push."""
         handle = self.checkpoint_engine.pushed
         return {"number": handle.number, "stream_bytes": handle.report().stream_bytes}
 
@@ -283,7 +283,7 @@ class EngineRankWorker:
 
 @ray.remote
 class EngineServer:
-    """What of a server of verl's the manager calls; hands calls to all ranks, as vLLM's executor does, and gives no answers back."""
+    """The methods of a verl server that the manager calls; passes calls to all ranks, as vLLM's executor does, and returns no answers."""
 
     def __init__(self, ranks: list[Any]) -> None:
         self._ranks = ranks
