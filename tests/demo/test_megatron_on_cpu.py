@@ -185,7 +185,7 @@ def test_a_rank_has_imported_what_it_needs_and_no_thread_was_lost_in_the_fork() 
 
 @contextmanager
 def _last_joins_late(joined: Path, rank: int, store_path: str) -> Iterator[None]:
-    """Join a gloo job of two ranks, the second of which says in a file that it has, a while after the first."""
+    """Join a gloo job of two ranks; the second joins a while after the first, and marks that in a file."""
     join = dist.init_process_group
 
     def slowly(*args: Any, **settings: Any) -> None:

@@ -1,7 +1,7 @@
 """Does each adapter's name keep its own versions, whole and on a base that is kept, whatever is killed while adapters are pushed to several names?
 
-Weights and ``lora_alpha`` of a version follow from its name and step, and those of no two are equal. Its base moves on meanwhile, and old versions of it are collected.
-``WEIGHBRIDGE_ADAPTER_KILLS`` says how often something is killed, ``WEIGHBRIDGE_SEED`` repeats a run's random numbers.
+Weights and ``lora_alpha`` of a version follow from its name and step, and differ between any two. The base is pushed in the meantime, and its old versions are collected.
+``WEIGHBRIDGE_ADAPTER_KILLS`` sets the number of kills, ``WEIGHBRIDGE_SEED`` repeats a run's random numbers.
 """
 
 from __future__ import annotations

@@ -505,7 +505,7 @@ def test_a_config_that_another_job_registers_while_a_version_is_opened_is_not_th
     assert service.push(name, step=2, lora_alpha=4).number == 2
     config = service.export(name, tmp_path / "o") / "adapter_config.json"
     assert json.loads(config.read_text())["lora_alpha"] == 4
-    # a second time in one push: the job that goes on doing it is named, and no version is left open
+    # a second time in one push: the error names the job that does it, and no version stays open
     late = iter([True, True])
     with pytest.raises(FailedPrecondition, match=f"{name} is registered with a different adapter_config"):
         service.push(name, step=3, lora_alpha=4)

@@ -1,6 +1,6 @@
 """Does a service that is killed at any moment leave the store readable and every durable version intact?
 
-``WEIGHBRIDGE_CRASHES`` says how often it is killed, ``WEIGHBRIDGE_SEED`` repeats a run's random numbers.
+``WEIGHBRIDGE_CRASHES`` sets the number of kills, ``WEIGHBRIDGE_SEED`` repeats a run's random numbers.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def push_all(
     hold: bool = False,
     **options: Any,
 ) -> tuple[int, list[PushReport]]:
-    """The version that ranks push together, and what it cost them; with ``hold`` each says that it holds what it is given."""
+    """The version that ranks push together, and their reports; with ``hold`` each declares the tensors that it is given as held."""
 
     def push(rank: int) -> tuple[int, PushReport]:
         given = gatherings[rank]
@@ -270,7 +270,7 @@ def test_a_head_that_is_the_embedding_may_be_given_and_another_may_not(
     assert found.keys() == state.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in state.items())
 
-    # a rank compares its rows: one that differs in the rows of the other is refused by that one, and told by it
+    # each rank compares its own rows: a difference in the other rank's rows is refused there, and reported to both
     changed = first["lm_head.weight"].clone()
     changed[0, 0] += 1
     other = {**first, "lm_head.weight": changed}

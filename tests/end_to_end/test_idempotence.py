@@ -444,7 +444,7 @@ def test_engines_that_pull_while_versions_come_get_each_exactly_one_of_them(
                     if not bool((tensor == float(pull.version.step)).all()):
                         problems.append(f"{name} of {pull.version} has {np.unique(tensor.numpy())[:5]}")
                     if index == 5:
-                        time.sleep(0.005)  # a slow one: versions come and go meanwhile
+                        time.sleep(0.005)  # a slow reader: versions come and go in the meantime
                 if count != len(pull.layout.placements):
                     problems.append(f"{count} tensors of {pull.version}")
                 pulls.append(pull.version)

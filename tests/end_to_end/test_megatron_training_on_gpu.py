@@ -1,4 +1,4 @@
-"""Training states of Megatron's distributed optimizer on GPUs: does training go on to the bit, with all that Megatron itself would save?
+"""Does training with Megatron's distributed optimizer on GPUs resume bit for bit, with all the state that Megatron itself would save?
 
 One process for each GPU, over NCCL. All GPUs are used; with one, nothing is cut.
 """

@@ -1,6 +1,6 @@
-"""Do ranks count what is not finite exactly as the service does, whatever they push, and over which lane?
+"""Do ranks count elements that are not finite exactly as the service does, for every kind of push and lane?
 
-NaN and infinities lie in random places of shards, padding among them. The service counts what has arrived when it verifies a version.
+NaN and infinities are at random places of shards, including padding. The service counts the received elements when it verifies a version.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Do the recipes run as they are printed, and push what was trained?
 
-The code is taken out of the pages; only the service's address and the steps' numbers, which are said here, are the tests' own.
+The code is taken from the pages; the tests only replace the service's address and the step numbers.
 """
 
 from __future__ import annotations

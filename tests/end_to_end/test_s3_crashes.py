@@ -1,6 +1,6 @@
 """Does a service on S3 keep its promises when it, or the store under it, is killed at any moment?
 
-Trainers push, tag and look all the time, and the service collects what is not to be kept. ``WEIGHBRIDGE_S3_CRASHES`` says how
+Trainers push, tag and read all the time, and the service collects expired versions. ``WEIGHBRIDGE_S3_CRASHES`` says how
 often one of the two is killed, ``WEIGHBRIDGE_SEED`` repeats a run's random numbers.
 """
 
@@ -156,7 +156,7 @@ def tag(world: World, record: Record, chance: random.Random) -> None:
 
 
 def leave_nothing_behind(world: World, record: Record, sources: list[TinyModel]) -> None:
-    """After all that, pushing works, and a last collection leaves what the head lists and nothing else."""
+    """Check that a push still works, and that a last collection leaves only the objects that the head lists."""
     with TrainerClient(world.service.address) as trainer:
         for source in sources[:2]:
             handle = trainer.push_folder(MODEL, source.folder)

@@ -212,7 +212,7 @@ def check(place: Place, name: ModelName, record: Record) -> None:
 
 
 def settle(place: Place, model: str) -> None:
-    """A last collection leaves what the head lists, and nothing else."""
+    """Check that a last collection leaves only the objects that the head lists."""
     name = ModelName.parse(model)
     deadline = time.monotonic() + 60
     while True:

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @contextmanager
 def held_push(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Pushes stop behind their first message; gives the event that says so and the one that lets them go on."""
+    """Stop pushes after their first message; yields the event that reports this, and the one that releases them."""
     begun, go_on = threading.Event(), threading.Event()
     messages = rank_stream._messages
 
@@ -147,7 +147,7 @@ def test_a_service_outlives_a_store_that_is_stopped(
                     go_on.set()
                     while_it_is_stopped(stop, pid, address, http, engine, models, times)
                 continued = time.monotonic()
-                # what was ready, and only in memory, is made durable
+                # a version that was ready, and only in memory, becomes durable
                 assert second.wait(timeout=120).state is VersionState.DURABLE
             print(f"version 2 was durable {time.monotonic() - continued:.1f} s after the store went on")
             eventually(lambda: http.get("/readyz").status_code == 200)
@@ -175,7 +175,7 @@ def while_it_is_stopped(
     before = thread_count(pid)
 
     def is_version_2() -> bool:
-        """Of a version that is not visible yet, only the store says that it is there."""
+        """Whether version 2 exists; only the store shows a version that is not visible yet."""
         try:
             return times.of("live", lambda: engine.version(MODEL, "live")).number == 2
         except (Unavailable, DeadlineExceeded):
@@ -211,7 +211,7 @@ def while_it_is_stopped(
 
     ask_much()
     print(f"the first {CALLS + CALLS // 4} calls were refused {time.monotonic() - stop:.1f} s after the stop")
-    # version 2 becomes ready, and is what live names, without the store
+    # version 2 becomes ready and live without the store
     eventually(is_version_2)
     print(f"version 2 was live {time.monotonic() - stop:.1f} s after the stop")
     first, times.longest = times.longest, {}

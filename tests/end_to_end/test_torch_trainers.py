@@ -175,7 +175,7 @@ def test_what_ranks_share_is_pulled_whole_and_fills_other_meshes_bit_for_bit(
 
 
 def _odd_ranks(rank: int, address: str, name: str) -> dict[str, Any]:
-    """Pushes that are refused, by what is wrong with them; and one of tensors whose collectives are still under way."""
+    """The errors of refused pushes, by their mistake; and a push of tensors whose collectives are still in flight."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     config = llama()
@@ -203,7 +203,7 @@ def _odd_ranks(rank: int, address: str, name: str) -> dict[str, Any]:
         handle = trainer.push_state_dict(name, under_way, step=9, rank=rank, world_size=2)
         said["number"] = handle.wait(timeout=60).number
         said["expected"] = full_tensors(state)
-        if rank == 0:  # as with a state dict that is gathered there
+        if rank == 0:  # as with a state dict that is gathered on rank 0
             alone = trainer.push_state_dict(name, said["expected"], step=10, rank=0, world_size=1)
             alone.wait(timeout=60)
     return said

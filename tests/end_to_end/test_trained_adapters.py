@@ -219,7 +219,7 @@ def _whole(model: Any) -> Tensors:
 
 
 def _descent(model: Any) -> torch.optim.Optimizer:
-    """It has no state: the adapter is all that training goes on from."""
+    """An optimizer without state: training resumes from the adapter alone."""
     return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=LEARNING_RATE)
 
 

@@ -1,4 +1,4 @@
-"""Training states of torch ranks: does training go on to the bit after all ranks were killed, and is every tensor there on any number of ranks?
+"""Does the training of torch ranks resume bit for bit after all ranks were killed, with every tensor, on any number of ranks?
 
 Real ranks over gloo train a small model of transformers with FSDP2 and AdamW, and save through `CheckpointManager`. What is compared with is a
 run that never stopped, and torch's own ``full_state_dict``, which gathers every tensor. ``WEIGHBRIDGE_BLOB_MB`` is the size of a rank's values
@@ -112,7 +112,7 @@ class Loop:
         )
 
     def step(self) -> Tensor:
-        """One step; gives the rank's loss."""
+        """Run one step; the rank's loss."""
         self.own["order"] = (self.own["order"] * 1103515245 + 12345) % (1 << 31)
         tokens = torch.randint(0, UNEVEN, (2, 9), generator=torch.Generator().manual_seed(self.own["order"]))
         hidden = nn.functional.dropout(self.module(input_ids=tokens).logits, 0.1)
@@ -589,7 +589,7 @@ def test_a_manager_begins_anew_without_a_state_and_saves_a_step_again_in_another
 
 
 class Unsayable:
-    """A version whose name cannot be said."""
+    """A version whose name cannot be formatted."""
 
     def __str__(self) -> str:
         raise RuntimeError("it has no name")

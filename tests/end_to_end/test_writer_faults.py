@@ -1,7 +1,7 @@
 """Does any version change, or become visible without being one whole push, whatever happens to its writers?
 
 Writers are processes that share memory with the service. They are stopped, killed, forked, closed and broken in the middle of their
-copy, each run in one of these ways; meanwhile and afterwards others push, and all that can be pulled is compared with what was pushed.
+copy, each run in one of these ways. During and after that other writers push, and every pull is compared with the pushed tensors.
 
 ``WEIGHBRIDGE_WRITER_FAULTS=1000`` makes as many random runs; ``WEIGHBRIDGE_SEED`` chooses the first one's seed. With
 ``WEIGHBRIDGE_WRITER_FAULTS_DEVICE=cuda`` writers' tensors lie on a GPU, and half of the faults come while its copies are under way.
@@ -54,7 +54,7 @@ READY_SECONDS = 10.0
 
 
 class Watcher:
-    """Knows what was pushed, and looks at what can be pulled.
+    """Records all pushes, and compares pulls with them.
 
     Args:
         address: of the service.
@@ -201,7 +201,7 @@ def stopped(run: Run) -> None:
     run.watcher.abort(run.model)
     run.watcher.failed(push)
     run.others()
-    run.others()  # so many that memory which came back too early lies in what is visible
+    run.others()  # enough pushes that memory released too early would be part of a visible version
     run.writer.resume()
     run.writer.go_on()
     run.watcher.look()

@@ -1,6 +1,6 @@
-"""Is a version that an engine stages while it arrives the one that it serves, whatever becomes of its ranks meanwhile?
+"""Does an engine that stages a version while it arrives serve the final bytes, whatever happens to the pushing ranks?
 
-``WEIGHBRIDGE_EARLY_ROUNDS=50`` has as many pushes whose ranks die and write other bytes.
+``WEIGHBRIDGE_EARLY_ROUNDS=50`` makes 50 pushes whose ranks die and write other bytes.
 """
 
 from __future__ import annotations
@@ -471,7 +471,7 @@ def test_early_copies_have_ended_before_anything_else_is_copied_to_their_place(
     arrays: Arrays,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As of a version of which bytes may have been written again, or where a copy could not be asked for."""
+    """Such as after bytes of a version may have been rewritten, or after a copy could not be started."""
     new, happened = others(arrays, 2), list[str]()
     close, stage = CopyQueue.close, lazy.Update.stage
     monkeypatch.setattr(CopyQueue, "close", lambda self: (happened.append("ended"), close(self))[1])
@@ -559,7 +559,7 @@ def test_an_early_read_says_of_which_tensors_the_whole_version_is(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Were there more than those that the engine takes, the version would be looked at as one that was not read early."""
+    """With more tensors than the engine takes, the version would count as one that was not read early."""
     number, [stream] = begin(raw, others(arrays, 2), 2)
     recorded = rank._recorded
     assert recorded is not None

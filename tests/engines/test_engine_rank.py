@@ -1,4 +1,4 @@
-"""Does the engine of docs/engines.md take real ranks from version to version, with the bits of the files, and all of them or none?"""
+"""Does the engine of docs/engines.md update real ranks from version to version, bit for bit, and all of them or none?"""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_a_version_that_comes_while_the_engine_sleeps_is_brought_by_its_wake_up(
             assert one in (status.preparing, status.prepared), "what an agent waits for comes all the same"
             check_same(kept, place.cut(2, rank, 2))
 
-        said, kept, status, owes = found["away"]  # version 1 waits, and a rank cannot get it, nor what it had
+        said, kept, status, owes = found["away"]  # version 1 waits; a rank can get neither it nor version 2
         assert (
             "was not prepared, and the engine keeps " + ("version 2" if level == 1 else "no version") in said
         )

@@ -1,8 +1,8 @@
-"""Does one line in a Megatron trainer keep all that is needed to go on, and does training go on from it, both ways back?
+"""Does one line in a Megatron trainer save everything that resuming needs, and does training resume from it in both ways?
 
 The ranks save as Megatron-LM's ``save_checkpoint`` does: a state dict with arguments, iteration, model, optimizer, scheduler and random states. They are killed,
-their folders are lost, and others go on: by `TrainerClient.restore`, and by loading as ``--load`` does what `TrainerClient.export_training` has written. The
-run that was killed had gone on for a few steps: its losses are the independent answer.
+their folders are lost, and new ranks resume: by `TrainerClient.restore`, and by loading the output of `TrainerClient.export_training` as ``--load`` does. The
+killed run had continued for a few steps after the save: its losses are the independent reference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does a drafter that is a model of its own follow its policy in step: both versions in one update, or neither?"""
+"""Does a drafter that is a separate model follow its policy in step: both versions in one update, or neither?"""
 
 from __future__ import annotations
 

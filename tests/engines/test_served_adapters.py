@@ -308,7 +308,7 @@ def test_two_api_servers_give_a_name_the_same_number_though_another_has_its_firs
     monkeypatch.setattr(
         admissions,
         "numbers",
-        lambda name: iter((7, 7 + len(name))),  # the first is everybody's
+        lambda name: iter((7, 7 + len(name))),  # all servers share the first
     )
     short, long = place.push("acme/b"), place.push("acme/bb")
     engines = [Engine(), Engine()]

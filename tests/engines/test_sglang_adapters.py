@@ -1,4 +1,4 @@
-"""Does a live SGLang server compute with an adapter from the service what peft computes, on the base version that the adapter names alone?"""
+"""Does a live SGLang server compute the same as peft with an adapter from the service, and only on the base version that the adapter names?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a live SGLang server start from the service, follow it to other versions, and answer with the version it says whatever goes wrong?
+"""Does a live SGLang server start from the service, follow it to other versions, and answer with the version that it reports despite failures?
 
 Its text is compared with that of transformers on the same files.
 """
@@ -144,7 +144,7 @@ def live(service: KillableService, tp: int, log: Path, *options: str) -> Iterato
                 *options,
             ],
             env=with_faults(environment(tp, log.parent), log.parent),
-            cwd=log.parent,  # in a checkout, what a build has left there may be taken for the package
+            cwd=log.parent,  # in a checkout, Python could import a build folder as the package
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -1,6 +1,6 @@
 """Does the command `follow --adapters` have a live vLLM load the chosen adapters before a request names them, on each version of the base, and leave it in order?
 
-The command is a process of its own. The engine reaches the service through a gate: what it answers while the gate is cut, it had. Every answer is compared, token
+The command is a separate process. The engine reaches the service through a gate: an adapter that answers while the gate is cut was loaded. Every answer is compared, token
 for token, with transformers' of the model into which peft has merged that version.
 """
 
@@ -138,7 +138,7 @@ def test_the_command_loads_adapters_before_requests_and_those_of_each_new_base(t
             command.wait_loaded(newer, 1)
             check_fetches_nothing(there, server, gate, newer, second, first)
 
-            # the longest unused goes, which is neither the oldest one nor brought back by the agent
+            # the least recently used adapter is evicted, which is not the oldest one, and the agent does not reload it
             third = there.push("acme/chosen-2", 4)
             command.wait_loaded(third, 1)
             assert len(engine.adapters()) == MOST

@@ -1,4 +1,4 @@
-"""Does a real vLLM that decodes speculatively go on accepting drafts after updates, and does it say so where it cannot?"""
+"""Does a real vLLM with speculative decoding still accept drafts after updates, and report where it cannot?"""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Place:
     """A service with some versions, and a vLLM of several engines that serves the first.
 
     Attributes:
-        texts: how transformers goes on with the prompt, by version.
+        texts: completions of the prompt by transformers, by version.
     """
 
     server: VllmServer
@@ -78,7 +78,7 @@ class Place:
     pids: list[int]
 
     def push(self) -> int:
-        """A version that goes on otherwise than the six before it."""
+        """Push a version whose completion differs from those of the six versions before it."""
         folder, text = self.folders[len(self.texts) % FOLDERS]
         number = (
             self.trainer.push_folder(MODEL, folder, step=len(self.texts)).wait("durable", timeout=120).number
@@ -95,7 +95,7 @@ class Place:
             return json.load(answer)
 
     def text(self, engine: int) -> str:
-        """Text with which an engine goes on with the prompt."""
+        """An engine's completion of the prompt."""
         body = {
             "model": MODEL,
             "prompt": PROMPT,
@@ -181,7 +181,7 @@ def engine_process(server: VllmServer, index: int) -> int:
 
 
 def called(title: str, below: int) -> list[int]:
-    """The processes below one whose title has this in it."""
+    """The descendants of a process whose title contains this."""
     return [
         pid for pid in processes_below(below) if title.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]

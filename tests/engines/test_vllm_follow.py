@@ -1,4 +1,4 @@
-"""Does a live vLLM server follow a ref, and still answer with the version that it says it has, whatever goes wrong on the way?
+"""Does a live vLLM server follow a ref, and answer with the version that it reports, whatever goes wrong on the way?
 
 One server of two tensor-parallel ranks, which reaches the service through a gate; each test leaves both in order.
 """
@@ -84,7 +84,7 @@ class Place:
         return self.follower().take_to(number)
 
     def insist(self, number: int) -> None:
-        """Take it there in the end: connections that were cut are not tried again at once."""
+        """Update the server, with retries: cut connections are not retried at once."""
         deadline = time.monotonic() + 60
         while self.take_to(number).error:
             assert time.monotonic() < deadline
@@ -102,7 +102,7 @@ class Place:
         return Seen(self.texts[number], number, "", f"{MODEL}@{number}")
 
     def served(self) -> int:
-        """Number of the version that the server says it has."""
+        """Number of the version that the server reports."""
         number = self.engine.serving().version
         assert number is not None
         return number

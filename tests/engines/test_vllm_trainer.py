@@ -39,7 +39,7 @@ class Place:
     ranks: list[Job]
 
     def connect(self, *, stages: bool = False, pushing: Sequence[int] | None = None, **said: Any) -> None:
-        """Have all ranks make their engines by vLLM's factory, and a group of those that push before, if they are said."""
+        """Have all ranks make their engines with vLLM's factory, after a group of the pushing ranks if these are given."""
         told = {**self.at.told, **said}
         self.ask("connect", url=self.at.server.url, said=told, stages=stages, pushing=pushing)
 
@@ -67,7 +67,7 @@ class Place:
             return list(pool.map(failure, self.ranks))
 
     def new_weights(self) -> Answer:
-        """Give the ranks other weights; what transformers answers by them."""
+        """Give the ranks other weights; the text that transformers generates with them."""
         folder, found = self.at.other_weights()
         self.ask("load", folder=str(folder))
         return found

@@ -1,4 +1,4 @@
-"""Do AReaL's trainer and two of its FSDP2 ranks update engines through the service, and does generation go on whatever fails?
+"""Do AReaL's trainer and two of its FSDP2 ranks update engines through the service, and does generation survive failures?
 
 The engines are HTTP servers that answer as SGLang's do, and load the weights that a request names.
 """
@@ -50,7 +50,7 @@ class Place:
         return self.job.ask("update", version=self.version)
 
     def check_updated(self, outcome: list[Any]) -> None:
-        """The update has gone well, and engines have what the actors have, to the bit."""
+        """Check that the update succeeded, and that engines have the actors' weights to the bit."""
         first, second = outcome
         assert isinstance(first, int), first
         assert first == second

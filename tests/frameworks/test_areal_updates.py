@@ -47,7 +47,7 @@ class Place:
             return [version.step for version in client.versions(MODEL, include_invisible=True)]
 
     def check_loaded(self, first: dict[str, Any], number: int) -> None:
-        """Rollouts have what the ranks had at an update, to the bit."""
+        """Check that rollouts have the weights of the ranks at an update, to the bit."""
         for name, tensor in self.model.state_dict().items():
             assert torch.equal(first["loaded"][name], tensor * FACTOR**number), name
 

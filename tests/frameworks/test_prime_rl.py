@@ -136,7 +136,7 @@ class Orchestrator:
             time.sleep(0.002)
 
     def _look(self, step: int, folder: Path) -> None:
-        """Load a step that is marked. What is wrong with it counts if it is still the one that was looked at: its marker goes first, and comes last."""
+        """Load a marked step. A problem counts only if the marker is still the same: a writer removes it first, and writes it last."""
         before = marked(folder)
         if before is None:
             return

@@ -325,14 +325,14 @@ def growth(
     del rank
     model = build_family_model(config, parallel, dtype=torch.bfloat16)
     actor = TrainerActor("slime", arguments("slime", **more), [model])
-    Path("/proc/self/clear_refs").write_text("5")  # the most until now is forgotten
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = memory("VmRSS")
     actor.update_weights([EngineHandle("slime", url)], 1)
     return memory("VmHWM") - before, sum(parameter.nbytes for parameter in model.parameters())
 
 
 def memory(name: str) -> int:
-    """Of this process, in bytes: ``VmRSS`` as it is now, ``VmHWM`` at the most."""
+    """Memory of this process in bytes: ``VmRSS`` is the current size, ``VmHWM`` the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 

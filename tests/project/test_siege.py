@@ -1,7 +1,7 @@
 """Does a service serve other clients while an attacker takes all the resources it can, and recover afterwards?
 
 Attacks of `make bench-siege`, shorter and some of them smaller, each on a service process of its own. Attackers come from another address
-than the clients whose calls, probes and pulls are looked at. Times are bounded as generously as a busy machine needs.
+than the clients whose calls, probes and pulls are measured. The time limits leave room for a busy machine.
 """
 
 from __future__ import annotations

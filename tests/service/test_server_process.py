@@ -123,7 +123,7 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def held_pushes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Pushes stop before their first byte; gives the event that says so and the one that lets them go on."""
+    """Stop pushes before their first byte; yields the event that reports this, and the one that releases them."""
     begun, go_on = threading.Event(), threading.Event()
     messages = rank_stream._messages
 

@@ -76,7 +76,7 @@ class Rank:
         )
         config.saver.trial_name = config.evaluator.trial_name = config.recover.trial_name = "trial"
         config.saver.fileroot = config.evaluator.fileroot = config.recover.fileroot = root
-        # the arguments of a server that AReaL would launch: it asks which SGLang is installed here, and none is
+        # the arguments of a server that AReaL would launch: they depend on the installed SGLang, which is missing here
         SGLangConfig.build_args = staticmethod(lambda **_: {})
         self._trainer = WeighbridgePPOTrainer(config, train_dataset=[{"prompt": "a"}] * 4)
         return [each.__name__ for each in type(self._trainer.actor).__mro__[:3]]

@@ -112,7 +112,7 @@ class Trl:
         )
 
     def train(self, result: str) -> list[dict[str, Any]]:
-        """Two steps on what the server generates; saves the trained weights, and says what TRL has logged."""
+        """Train two steps on the server's completions, and save the trained weights; TRL's log."""
         self._trainer.train()
         self._trainer.model.save_pretrained(result)
         log: list[dict[str, Any]] = self._trainer.state.log_history

@@ -164,7 +164,7 @@ LOOPS: Mapping[str, Any] = {"fsdp2": FsdpLoop, "megatron": MegatronLoop}
 
 
 def train(rank: int, kind: str, hf_dir: str, folder: str, parallel: Any) -> None:
-    """Train, save, go on, and be killed; what the rank saw is left in the folder."""
+    """Train, save, go on, and be killed; the rank's observations are written to the folder."""
     loop = LOOPS[kind](hf_dir, parallel)
     _seed(rank)
     for number in range(BEFORE):

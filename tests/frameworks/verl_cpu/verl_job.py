@@ -135,7 +135,7 @@ class Job:
         return found
 
     def start_slices(self, size: int) -> None:
-        """Replicas in whose place stand engines of tensor-parallel ranks that hold slices."""
+        """Start replicas that are engines of tensor-parallel ranks, which hold slices."""
         engine = OmegaConf.to_container(OmegaConf.create(self._config.engine_kwargs))
         engine["weighbridge"]["mode"] = "slices"
         self._config = CheckpointEngineConfig(

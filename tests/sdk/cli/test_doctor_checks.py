@@ -143,7 +143,7 @@ def test_installed_packages_are_read_and_none_is_imported() -> None:
 
 
 def test_a_clock_counts_as_wrong_only_beyond_what_can_be_told() -> None:
-    # a service says whole seconds: 0.9 s are none
+    # a service reports whole seconds: 0.9 s become 0
     assert check_skew(NOW, NOW + 0.2, NOW - 0.9).status is OK
     assert check_skew(NOW, NOW + 30, NOW + 20).status is OK
     late = check_skew(NOW, NOW + 0.1, NOW - 61)

@@ -129,7 +129,7 @@ def _layout(rows: int) -> Layout:
 
 
 def _planned(layouts: KnownLayouts, answer: weight_service_pb2.PlanPullResponse, known: str = "") -> PullPlan:
-    """The plan that a client makes of an answer, if it has said that it knows a layout."""
+    """The plan that a client makes of an answer after it has announced a known layout."""
 
     def call(step: Call) -> bytes:
         request = weight_service_pb2.PlanPullRequest.FromString(b"".join(step.request))

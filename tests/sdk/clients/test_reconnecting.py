@@ -23,7 +23,7 @@ MODEL = "acme/tiny"
 
 
 def claimed(folder: Path, number: int) -> bool:
-    """Whether the head in a store says who receives an open version."""
+    """Whether the head in a store names the replica that receives an open version."""
     with closing(LocalStore(folder)) as store:
         found = HeadStore(store).read(ModelName.parse(MODEL))
     assert found is not None

@@ -99,7 +99,7 @@ def test_more_of_these_than_can_be_compared_are_refused_at_once(planted: bool) -
 
 
 def spiral(count: int, side: int = 1 << 20) -> list[Box]:
-    """Boxes of which each takes a row or a column of what those before have left: every cut parts one from all others."""
+    """Boxes that each take a row or a column of the rest: every cut separates one box from all others."""
     made = []
     x = y = 0
     for number in range(count):

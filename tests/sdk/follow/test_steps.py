@@ -120,7 +120,7 @@ def test_the_parts_of_a_step_add_up_and_report_page_metrics_and_command_line_hav
         assert list(parts) == [each.name for each in PARTS]
         assert {each.name: parts[each.name] for each in OF_AGENT} == done.parts
 
-        # by the engine's own watch: parts are as long as the calls, and no longer than what lies between those
+        # by the engine's clock: parts last at least as long as the calls, and no longer than the time between these
         still = parts["pause"] + parts["apply"] + parts["resume"]
         rounded = 1e-5
         assert (
@@ -140,7 +140,7 @@ def test_the_parts_of_a_step_add_up_and_report_page_metrics_and_command_line_hav
             (found.update_time_ms - version.create_time_ms) / 1000, abs=2e-3
         )
         assert parts["open"] + parts["receive"] == pytest.approx(version.ready_seconds)
-        # which is that of this process: the engine went on before the update is said to have ended, and that was seen after it
+        # the clock of this process: the engine resumed before the reported end of the update, which was observed later
         assert engine.went_on_ms - 1 <= found.update_time_ms <= seen_ms + 1
         assert parts["hear"] > 0  # `latest` names it once it is durable
 
@@ -173,7 +173,7 @@ def test_each_update_is_counted_once_and_one_that_failed_not(
         follower = Follower(client, MODEL, engine, reporter=reporter)
         follower.take_to(1)
         eventually(lambda: counted(running).get("apply", (0, 0))[0] == 1)
-        assert "wait" not in counted(running)  # no news had led to it
+        assert "wait" not in counted(running)  # no event of the service had started the update
         assert "hear" not in counted(running)
         with TrainerClient(running.address) as trainer:
             number = trainer.push_folder(MODEL, source.folder, step=2).wait(timeout=60).number

@@ -1,4 +1,4 @@
-"""Does a folder give all files of its model, no file from elsewhere, and a name and a reason of what it leaves out?"""
+"""Does a folder give all files of its model and no others, and a name and a reason for each file that is left out?"""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pyt
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return listed(folder)
 
-    monkeypatch.setattr(os, "scandir", scandir)  # who runs the tests may be allowed to read everything
+    monkeypatch.setattr(os, "scandir", scandir)  # the user of the tests may be allowed to read everything
     with pytest.raises(InvalidArgument, match="sub cannot be read: Permission denied"):
         SideFiles.read(tmp_path)
 
@@ -147,7 +147,7 @@ def test_a_snapshot_in_a_cache_of_the_hub_is_read_through_its_links(tmp_path: Pa
     assert read.files == {"config.json": b"blobs/0", "1_Pooling/config.json": b"blobs/1"}
     assert map_file(folder, "model.safetensors")[0:7].tobytes() == b"blobs/2"
     assert SideFiles.read(folder / "1_Pooling").files == {"config.json": b"blobs/1"}
-    # a folder that only says that it is such a cache
+    # a folder that only claims to be such a cache
     (repo / "blobs/0").unlink()
     (repo / "blobs/0").symlink_to("/etc/hostname")
     with pytest.raises(InvalidArgument, match="out of its folder"):

@@ -313,7 +313,7 @@ def test_memory_of_a_reader_that_has_left_without_a_word_is_not_used_before_it_l
 ) -> None:
     trainer.push_folder(MODEL, sources[0].folder).wait(timeout=20)
     with lane_process(service.address, "hold", MODEL, "1") as reader:
-        go_on(reader)  # it ends its connection, and goes on looking
+        go_on(reader)  # it ends its connection, and keeps reading
         for source in (*sources[1:], *sources[1:]):
             trainer.push_folder(MODEL, source.folder).wait(timeout=20)
         assert go_on(reader) == "same"
@@ -711,7 +711,7 @@ def test_descriptors_of_an_answer_that_is_no_message_are_closed(tmp_path: Path) 
         serving.join(20)
         eventually(lambda: connection.ended)
     with os.fdopen(reading, "rb") as pipe:
-        assert pipe.read() == b""  # which waits as long as anybody has the other end
+        assert pipe.read() == b""  # which waits while any process has the other end
 
 
 def test_a_plan_that_leads_beyond_the_memory_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Do steps that a trainer writes become versions, and versions folders, whatever happens to the folders meanwhile?"""
+"""Do a trainer's steps become versions, and versions become folders, whatever happens to the folders in between?"""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_what_a_namespace_holds_is_counted_anew_once_a_head_was_rebuilt(
         register(running, source, MODEL)
         push(running.address, source, 1)
     with closing(LocalStore(tmp_path / "store")) as store:
-        # a head of many changes, of which nothing was left at the last of them
+        # the ledger counts 1 MB of a head that is then lost
         lost = Ledger({name.name: Amount(1_000_000, 0)}, unix_ms())
         store.put(ledger_key(name.namespace), lost.to_json(), mode="overwrite")
         store.delete(name.head_key)

@@ -57,7 +57,7 @@ class Doors:
     def ask(
         self, method: str, path: str, name: str = "", body: Any = None, **headers: str
     ) -> tuple[int, str]:
-        """Status and text of an answer, to a request whose path is sent as it is."""
+        """Status and text of the answer to a request whose path is sent verbatim."""
         connection = http.client.HTTPConnection(self.address, timeout=60)
         if name:
             headers["Authorization"] = f"Bearer token-of-{name}"

@@ -1,4 +1,4 @@
-"""May everybody do what the table in docs/access.md says, by every door, and nothing else?"""
+"""Does each identity have the rights in the table of docs/access.md at every entry point, and no others?"""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _request(method: Any) -> tuple[bytes, str, str]:
 def _code(channel: grpc.Channel, path: str, request: bytes, metadata: Any) -> str:
     call: Any = channel.stream_stream(path, None, None)(iter([request]), metadata=metadata, timeout=20)
     try:
-        if not rpc.is_accepted(call.initial_metadata()):  # a watch of what is not there yet goes on
+        if not rpc.is_accepted(call.initial_metadata()):  # a watch of a missing resource stays open
             next(call)
     except StopIteration:
         return "OK"
@@ -177,9 +177,7 @@ _PATH |= {"rest": "prod/config.json", "check": "store-reachable"}
 def test_a_route_is_for_those_whose_scope_allows_it(
     doors: Doors, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        Standing, "ended", True
-    )  # streams of events end at once: who may follow one is asked before
+    monkeypatch.setattr(Standing, "ended", True)  # streams of events end at once: they are authorized before
     verb = ROUTES[name]
     routes = [route for route in _leaves(doors.web.app.routes) if route.name == name]  # type: ignore[attr-defined]
     assert routes

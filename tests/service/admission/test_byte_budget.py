@@ -42,7 +42,7 @@ def reserve(
 
 
 class Taker:
-    """A stream in a thread of its own that takes room once, and notes when it has got it."""
+    """A stream in a thread of its own that takes room once, and records when it gets it."""
 
     def __init__(self, budget: ByteBudget, peer: str, order: list[str], direction: Direction = Direction.OUT):
         self.reservation = reserve(budget, peer, direction)
@@ -203,7 +203,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, model: TinyModel) -> Itera
 
 @contextmanager
 def all_room_taken(service: RunningService) -> Iterator[None]:
-    """Other streams hold all that streams in this direction may hold."""
+    """Let other streams hold the whole budget of this direction."""
     with ExitStack() as stack:
         for i in range(6):
             holder = reserve(service.service.byte_budget, f"other {i}")

@@ -11,7 +11,7 @@ from weighbridge_service.admission.rates import Rates
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that a test moves by hand, in seconds."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -184,7 +184,7 @@ def test_what_is_in_memory_of_a_deleted_version_is_not_found_either(tmp_path: Pa
 
 
 def eighths(bench: Bench, count: int) -> Iterator[None]:
-    """Let an eighth of the grace time pass, so many times; each time leases are looked after and versions collected."""
+    """Let an eighth of the grace time pass this many times; each time leases are renewed and versions collected."""
     for _ in range(count):
         yield
         bench.clock.ms += GRACE_MS // 8
@@ -248,7 +248,7 @@ def test_a_download_file_by_file_goes_on_when_its_version_is_retired(bench: Benc
 
 
 def test_a_reader_that_comes_too_late_is_told_that_the_version_was_deleted(local: Bench) -> None:
-    """The objects go between the reader's look at the head and its look at them."""
+    """The objects are deleted between the reader's read of the head and its read of them."""
     local.add(2)
     local.trainer.delete_version(MODEL, 1)
     store = local.service.catalog.store
@@ -392,7 +392,7 @@ def test_retention_over_http(bench: Bench) -> None:
         assert refused.status_code == status, (number, refused.text)
         assert refused.headers["content-type"] == "application/problem+json"
     assert bench.http.post(f"{url}/collect", json={"dry": True}).status_code == 400
-    # nothing is deleted unless it is said that it is to be
+    # nothing is deleted without an explicit setting
     for body in (None, {}, {"dry_run": "yes"}, {"dry_run": 1}):
         assert bench.http.post(f"{url}/collect?dry_run=true", json=body).status_code == 400
     assert bench.http.post("/v1/models/acme/none/collect", json={"dry_run": True}).status_code == 404

@@ -1,4 +1,4 @@
-"""Are converted folders the same model, is nothing lost in silence, and does an interrupted conversion go on?
+"""Are converted folders the same model, is nothing lost silently, and does an interrupted conversion resume?
 
 What is written is compared with safetensors' own loader, with transformers, and with real Megatron models that
 `tests.support.reference` has filled.
@@ -775,13 +775,13 @@ def test_an_interrupted_conversion_goes_on_only_if_nothing_has_changed(tmp_path:
 
 @dataclass(frozen=True)
 class HalfDone:
-    """A whole checkpoint of the llama, and what a run that was stopped half-way has left of one."""
+    """A whole checkpoint of the llama, and the files that a run stopped half-way has left of one."""
 
     whole: Path
     left: Path
 
     def leave(self, target: Path) -> Path:
-        """Leave it for a target, as if the run had been one to there."""
+        """Copy the half-done files to a target, as if the run had been for that target."""
         shutil.copytree(self.left, target.with_name(f"{target.name}.converting"))
         return target
 
@@ -1036,7 +1036,7 @@ def test_a_source_that_changes_meanwhile_is_noticed(tmp_path: Path, llama: Path)
 
 
 def _convert(begun: Connection, source: Path, target: Path) -> None:
-    """Convert in a process group of its own, and say when that begins: the bridge is there by then."""
+    """Convert in a process group of its own, and signal the begin: the bridge exists by then."""
     os.setsid()
     of_checkpoint = source / "hf/config.json"
     bridge_for((of_checkpoint if of_checkpoint.exists() else source / "config.json").read_bytes())
@@ -1045,7 +1045,7 @@ def _convert(begun: Connection, source: Path, target: Path) -> None:
 
 
 def converted(source: Path, target: Path, kill_after: float | None = None) -> tuple[int, float]:
-    """The exit code of a process that converts, and its seconds; it and its workers are killed after so many."""
+    """Convert in a process; its exit code and duration in seconds. It and its workers are killed after ``kill_after`` seconds."""
     context = forking()
     begins, begun = context.Pipe(duplex=False)
     # not a daemon, which could start no workers

@@ -1,4 +1,4 @@
-"""Are checkpoints of FSDP whose parameters have Hugging Face's names the model that was trained, in a folder as in a service?
+"""Do FSDP checkpoints with Hugging Face's names become the model that was trained, in a folder and in a service?
 
 Real ranks over gloo save them by torch's own means, as verl and torchtitan do. What comes out is compared with what torch gathers.
 """
@@ -85,7 +85,7 @@ def _stacked(axis: int) -> dict[str, Any]:
 
 
 def _save_all(rank: int, to: str) -> dict[str, dict[str, Tensor]]:
-    """Save checkpoints in all ways, and give what torch gathers of each."""
+    """Save checkpoints in all ways; the tensors that torch gathers of each."""
     from torch.distributed.device_mesh import init_device_mesh
 
     folder, gathered = Path(to), {}
@@ -423,7 +423,7 @@ class _Called:
 
 
 def _of_shape(*shape: int) -> _Called:
-    """A tensor of one element that is said to have this shape."""
+    """A tensor of one element whose description has this shape."""
     storage = torch.zeros(1).untyped_storage()
     typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.float32, _internal=True)
     make = torch._utils._rebuild_tensor_v2  # type: ignore[attr-defined]

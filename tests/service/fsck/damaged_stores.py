@@ -53,7 +53,7 @@ def history_of(store: ObjectStore, model: ModelName = NAME) -> History:
 
 
 def without_writer(entry: VersionEntry) -> VersionEntry:
-    """An entry without what a repair does not find out: who wrote the version, and when it went from state to state."""
+    """An entry without the fields that a repair cannot recover: the writer, and the times of state changes."""
     return replace(entry, write_id="x", ranks=0, ready_ms=0, verified_ms=0, durable_ms=0)
 
 

@@ -74,7 +74,7 @@ def module_monkeypatch() -> Iterator[pytest.MonkeyPatch]:
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store in which a version was forgotten, and some objects are left of one that was given up."""
+    """A store in which one version was forgotten, and some objects of an aborted one are left."""
     folder = unpack(tmp_path_factory.mktemp("template"))
     # two leaves and an inner node
     add_model(folder, str(TREE), (1, 2, 3, TREE_LAST - 1, TREE_LAST))
@@ -113,7 +113,7 @@ def run(command: str, folder: Path, *options: str) -> Outcome:
 
 
 def listed(folder: Path, model: str) -> set[int] | None:
-    """The versions that are in history, as docs/formats.md says; None if that cannot be found out."""
+    """The versions in history by the definition in docs/formats.md; None if the history cannot be read."""
     place = folder / "models" / model
     try:
         head = json.loads((place / "head.json").read_bytes())
@@ -135,7 +135,7 @@ def listed(folder: Path, model: str) -> set[int] | None:
 
 
 def believed(folder: Path, model: str) -> set[int] | None:
-    """The versions that are in history as Weighbridge reads it; None if it refuses to."""
+    """The versions in history as Weighbridge reads it; None if it refuses to."""
     try:
         with closing(LocalStore(folder)) as store:
             history = HeadStore(store).history(ModelName.parse(model))

@@ -1,4 +1,4 @@
-"""Health: probes are answered at once from what checks found last, and say what is wrong."""
+"""Are health probes answered at once from the last checks, with the name of each problem?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/metrics` of a service that works: is every metric there, by its declaration, and do its figures say what happened?"""
+"""Does `/metrics` of a running service have every declared metric, with values that match the events?"""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_a_process_that_is_started_while_the_service_ends_is_ended(
     popen = subprocess.Popen
 
     def slow(*args: Any, **more: Any) -> Any:
-        process._closed.set()  # the first half of `close`, when there is none to be killed
+        process._closed.set()  # the first half of `close`, without a process to kill
         return popen(*args, **more)
 
     monkeypatch.setattr(subprocess, "Popen", slow)

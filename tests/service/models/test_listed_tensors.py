@@ -453,7 +453,7 @@ def test_what_needs_megatrons_names_is_refused_and_said_what_works_instead(
             assert "push_state_dict" in caught.value.fix, what
             assert "boxes" in caught.value.fix
             assert ", ".join(families.model_types()) in caught.value.details[0]
-        # and the model is none the worse
+        # and the model still works
         assert trainer.push_folder("odd/megatron", tmp_path / "odd").wait(timeout=60).number > 1
 
 

@@ -1,4 +1,4 @@
-"""Is an output head of its own refused where the config or transformers' class ties it to the embedding, in models without a weight map?"""
+"""Is a separate output head refused where the config or transformers' class ties it to the embedding, in models without a weight map?"""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_head_of_other_values_than_the_embedding_that_it_is_tied_to_is_refused
     trainer: TrainerClient, tmp_path: Path, model_type: str, said: bool | None, head: str, embedding: str
 ) -> None:
     path = folder(tmp_path / "hf", model_type, said, head, embedding, 1.0)
-    if OF_4:  # transformers 5 takes such a head for one of its own, with a warning; engines tie it
+    if OF_4:  # transformers 5 loads it as a separate head, with a warning; engines tie it
         assert torch.equal(head_in_transformers(path), load_file(path / "model.safetensors")[embedding])
     with pytest.raises(InvalidArgument, match=f"{head} is not the same as {embedding}") as error:
         trainer.import_folder("tests/tied", path)
@@ -96,7 +96,7 @@ def test_a_head_that_the_config_does_not_tie_is_kept(trainer: TrainerClient, tmp
 
 
 def test_heads_and_embeddings_that_transformers_ties_have_known_names() -> None:
-    """Its models say which parameters are one."""
+    """transformers' models declare which parameters are tied."""
     for model_type, _, head, embedding in TIES:
         if model_type == "gpt_neox" and not OF_4:
             continue  # which has another name in memory there

@@ -1,4 +1,4 @@
-"""Does a replica that never had a version in memory give out the very bytes that the one which received it did?"""
+"""Does a replica that never had a version in memory serve the same bytes as the one that received it?"""
 
 from __future__ import annotations
 

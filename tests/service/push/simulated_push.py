@@ -261,7 +261,7 @@ class World:
         """Check that a version that ``live`` may name is not held for any reason reported so far."""
         number = state.opened.number
         entry = self.head.open.get(number) or history(self.head).find(number)
-        if entry is None:  # it was given up, and is not told so yet
+        if entry is None:  # it was given up, and the push has not learned that yet
             return
         approved = set() if entry.approval is None else {*entry.approval.reasons}
         assert not self.said.candidate or "candidate" in approved, "live while it is a candidate"
@@ -330,7 +330,7 @@ class World:
         return on.HeadSaid(effect, verdict, reason="it was given up")
 
     def carry_out(self, replica: Replica, push: Push, effect: do.Awaited) -> on.Event:
-        """Do what an effect says; gives its answer. Raises what a real one would."""
+        """Carry out an effect; its answer. Raises the errors of a real one."""
         state, number = push.state, push.number
         agreed = state.agreed
         match effect:
@@ -406,7 +406,7 @@ class World:
         raise AssertionError(effect)
 
     def take_over(self, to: Home, push: Push, agreed: Agreement) -> None:
-        """Another replica owns a version from now on, if it is there and has not had it before."""
+        """Make another replica the owner of a version, if it is alive and has not had it before."""
         replica = next((each for each in self.replicas if each.home == to), None)
         if replica is None:
             raise Unavailable("it cannot be reached")
@@ -450,7 +450,7 @@ class World:
         return HoldReasons.of(entry).with_elsewhere(state.share_number or 0, state.holding.known)
 
     def answer(self, replica: Replica, push: Push, effect: do.Awaited, *, store_away: bool = False) -> None:
-        """Answer an effect that is under way: as it should be, with a failure, or with one although it was done."""
+        """Answer an effect in flight: correctly, with a failure, or with a failure although it was carried out."""
         push.inflight.remove(effect)
         landed = store_away or not self.faulty()
         try:
@@ -598,7 +598,7 @@ class World:
             push.held = True
 
     def heartbeat(self) -> None:
-        """A replica hears how far another one is, that it is gone, or by mistake that it is."""
+        """Report to a replica the progress of another one, its loss, or by mistake its loss."""
         found = self.some_push()
         if found is None or (agreed := found[1].state.agreed) is None:
             return
@@ -610,7 +610,7 @@ class World:
             self.hear(replica, push, number)
 
     def hear(self, replica: Replica, push: Push, number: int) -> None:
-        """A replica hears how far one that has a share is, or that it is gone."""
+        """Report to a replica the progress of one that has a share, or its loss."""
         agreed = push.state.agreed
         assert agreed is not None
         if not any(r.home == agreed.homes[number] for r in self.replicas):

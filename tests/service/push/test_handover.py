@@ -100,7 +100,7 @@ def handed_to(running: RunningService) -> list[HandedVersion]:
 
 @contextmanager
 def writes_hang(running: RunningService, what: str) -> Iterator[None]:
-    """While what this service writes hangs, and fails in the end: ``files`` of versions, or heads with a ``claim``, too."""
+    """Let this service's writes hang, and fail in the end: ``files`` of versions, or heads with a ``claim``, too."""
     store, go_on = running.service.catalog.store, threading.Event()
     before = store.put
 
@@ -184,7 +184,7 @@ def test_a_version_that_hangs_in_the_store_is_handed_over_when_half_of_the_time_
 def test_while_a_version_is_not_durable_the_head_names_the_replica_that_holds_it_now(
     tmp_path: Path, source: TinyModel
 ) -> None:
-    """So that the one that was left behind, started again at its address, does not give the version up."""
+    """Otherwise the old replica, restarted at its address, would give the version up."""
     with replicas(tmp_path, source, 2) as (leaving, staying):
         held = HeldStore(tmp_path / "store", source, [1])
         number = push(leaving.address, source.arrays)
@@ -264,7 +264,7 @@ def test_a_replica_that_ends_during_the_handover_is_named(
         assert "is lost: " in caplog.text
         assert dying.service.intake.home.address in caplog.text
         stopped.set()
-        # it had not been heard of any more when the other one gave it up, and takes nothing
+        # its heartbeats had ended when the other one gave up, and it takes nothing
         eventually(lambda: not dying.service.images.holdings())
         assert dying.service.catalog.snapshots.get(NAME, number) is None
 

@@ -140,7 +140,7 @@ def test_an_image_lies_in_memory_that_its_model_had_before(tmp_path: Path) -> No
 
 @pytest.fixture
 def slow_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """The first region is long in the making; gives the event that says that it has begun, and the one that lets it be done."""
+    """Delay the first region; yields the event that reports its begin, and the one that lets it finish."""
     begun, go_on = threading.Event(), threading.Event()
 
     def make(capacity: int, folder: str | None, on_allocated: Callable[[int], None]) -> Region:

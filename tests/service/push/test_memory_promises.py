@@ -102,7 +102,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 def begin(client: RawClient, model: str, source: TinyModel) -> int:
-    """Open a version and declare what is to come, so that it has its image, and send nothing; gives its number."""
+    """Open a version and declare its tensors, so that it gets its image, but send nothing; its number."""
     number = client.open(model, step=99)
     client.declare(model, number, whole_layout(source.arrays))
     return number

@@ -150,7 +150,7 @@ def test_each_state_has_the_tensors_that_its_ranks_declare(
 def test_a_version_keeps_what_its_ranks_have_declared_however_little_its_model_remembers(
     folder: Path, spreading: bool
 ) -> None:
-    """As with a job whose ranks hold more shards together than are remembered of a model."""
+    """A job's ranks may hold more shards together than the service remembers for a model."""
     settings = {"advertise": "127.0.0.1:0"} if spreading else {}
     with running_service(folder, kept_shards=1, **settings) as running:
         register(running.address)

@@ -68,7 +68,7 @@ MIB = 1 << 20
 
 
 class Replica:
-    """A process of the service with nothing but what other replicas see of it; `SharedPushes` and `OwnFiles` as a test says."""
+    """A process of the service, reduced to the parts that other replicas use; a test gives `SharedPushes` and `OwnFiles`."""
 
     def __init__(
         self,
@@ -434,7 +434,7 @@ def test_reading_goes_on_with_the_replica_that_has_taken_the_file_over(
     source = Source(tmp_path, owner.home, reader, len(data))
     first = np.asarray(source.file.read(0, 2 * MIB)).tobytes()
     owner.stop()
-    # it is heard of in a moment
+    # its heartbeat comes in a moment
     threading.Timer(0.5, setattr, (source, "owner", successor.home)).start()
     rest = np.asarray(source.file.read(2 * MIB, len(data) - 2 * MIB)).tobytes()
     assert first + rest == data.tobytes()

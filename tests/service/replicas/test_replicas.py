@@ -583,7 +583,7 @@ def test_a_replica_that_writes_no_file_still_tells_the_others_what_its_ranks_dec
             ranks = []
             for rank in range(3):
                 ranks.append(pool.submit(push_rank, clients[rank], arrays, copies_layout, rank, 3, "r/1"))
-                if rank < 2:  # the last one comes when the others have been heard of
+                if rank < 2:  # the last rank comes once the replicas know the others
                     eventually(lambda: all_have_heard_of(running[: rank + 1], number, rank))  # noqa: B023
             assert {each.result(30) for each in ranks} == {number}
         with EngineClient(running[1].address) as engine:
@@ -603,7 +603,7 @@ def test_a_store_that_fails_now_and_then_does_not_keep_replicas_from_agreeing(
     failure: WeighbridgeError,
     landed: bool,
 ) -> None:
-    """Each kind of call about what replicas tell each other fails the first time, with or without having been carried out."""
+    """Each kind of store call for messages between replicas fails the first time, whether it was carried out or not."""
     with replicas(tmp_path / "store", 2, sources) as running, ExitStack() as stack:
         failed: set[tuple[int, str, str]] = set()
 

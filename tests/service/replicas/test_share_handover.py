@@ -70,7 +70,7 @@ def files_named(running: RunningService) -> list[str]:
 
 
 def losses(running: RunningService) -> list[Home]:
-    """The replicas that this one takes for gone from now on."""
+    """The replicas that this one considers lost from this call on."""
     gone: list[Home] = []
     lost = running.service.shared.lost
 
@@ -83,7 +83,7 @@ def losses(running: RunningService) -> list[Home]:
 
 
 def waits_no_more(running: RunningService, other: Home, gone: list[Home]) -> bool:
-    """Whether a replica takes another one for gone, or shares no push with it."""
+    """Whether a replica considers another one lost, or shares no push with it."""
     heartbeat = running.service._heartbeat
     assert heartbeat is not None
     return other in gone or other not in heartbeat._peers
@@ -268,7 +268,7 @@ def test_the_directory_being_empty_does_not_keep_replicas_that_take_part_from_be
 
 @contextmanager
 def answers_lost(running: RunningService, times: int) -> Iterator[list[int]]:
-    """While a replica takes over what it is asked to, and the answers of the first calls do not arrive; counts the calls."""
+    """Let a replica take over versions while the answers to the first calls are lost; counts the calls."""
     links, calls = running.service.links, [0]
     take_over = links.take_over
 

@@ -1,4 +1,4 @@
-"""Training state of one process: are names torch's own, and does every optimizer go on as if it had never stopped?"""
+"""Does the training state of one process use torch's own names, and does every optimizer resume as if it had never stopped?"""
 
 from __future__ import annotations
 

@@ -600,7 +600,7 @@ def test_containers_opened_within_each_other_for_ever_are_refused_before_memory_
 
 @alone
 def test_a_pickle_takes_no_more_memory_than_its_length_allows() -> None:
-    """A set takes two hundred bytes for the one that makes it: 4 MB had taken 900."""
+    """One byte of a pickle makes a set of two hundred bytes: a pickle of 4 MB once took 900 MB."""
     units = {
         "sets": b"\x8f",
         "dicts": b"}",
@@ -671,5 +671,5 @@ def test_a_save_that_was_interrupted_is_told_from_a_folder_of_another_kind_at_ev
         assert "save has not finished" in said.output
     save_file(
         {"w": torch.ones(4)}, folder / "model.safetensors"
-    )  # what else lies in a model's folder does no harm
+    )  # other files in a model's folder are ignored
     assert read_folder(folder).layout.tensors.keys() == {"w"}

@@ -1,4 +1,4 @@
-"""Do calls have threads by what they wait for, each peer in its turn? And are pending answers left?"""
+"""Does each kind of call have its own threads, shared fairly among peers, and are pending answers dropped?"""
 
 from __future__ import annotations
 

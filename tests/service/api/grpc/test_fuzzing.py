@@ -54,7 +54,7 @@ def tasks(service: RunningService) -> int:
 
 
 def settles(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    """Whether something comes to hold in time."""
+    """Whether a condition becomes true in time."""
     deadline = time.monotonic() + seconds
     while not (found := condition()) and time.monotonic() < deadline:
         time.sleep(0.1)

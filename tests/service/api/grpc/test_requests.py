@@ -47,7 +47,7 @@ async def whole(requests: Requests, caller: Caller, peer: Peer, *, parts: bool) 
 
 
 def run(work: Callable[[Requests], Awaitable[None]], limits: RequestLimits = SHORT) -> None:
-    """Run a test on a loop of its own; afterwards nothing may be held."""
+    """Run a test on its own event loop; afterwards no memory may be held."""
 
     async def go() -> None:
         waits = MessageWaits(lambda: 0)
@@ -117,7 +117,7 @@ def test_silent_callers_keep_their_places_while_nobody_waits_and_give_them_up_th
         errors = await asyncio.wait_for(asyncio.gather(*tasks[:1], return_exceptions=True), 60.0)
         assert isinstance(errors[0], ResourceExhausted)
         assert errors[0].retry_after
-        assert not tasks[1].done()  # only as many give up their places as wait
+        assert not tasks[1].done()  # only as many requests are ended as others wait
         silent[1].send(b"late")
         assert await tasks[1] == b"late"
 

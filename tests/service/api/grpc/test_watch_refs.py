@@ -211,7 +211,7 @@ Heard = tuple[str, str, int]
 
 
 def moves(service: RunningService, model: TinyModel, heard: list[Heard]) -> None:
-    """Moves refs, each as soon as the move before was heard."""
+    """Moves refs, each as soon as the previous move was received."""
     with Client(service.address) as client:
         client.set_ref(ONE, "prod", 1)
         eventually(lambda: heard[-1:] == [("prod", ONE, 1)])

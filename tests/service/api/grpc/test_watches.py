@@ -86,7 +86,7 @@ class Bench:
 
 @contextmanager
 def listening(made: Bench, catalog: Catalog) -> Iterator[Bench]:
-    """Watches that hear of what changes in a catalog, ended with it."""
+    """Watches that are notified of changes in a catalog, and end with it."""
     with made.watches.listening(made.loop.loop):
         yield made
     catalog.stopping.set()
@@ -114,7 +114,7 @@ def has_looked(store: CountingStore) -> None:
 
 
 def reads_beyond_looks(store: CountingStore, action: Callable[[], None]) -> float:
-    """Heads read while something is done, without the looks that come due meanwhile; at most 0 if none is read because of it."""
+    """Number of heads read during an action, less the polls due in that time; at most 0 if the action itself reads none."""
     before, begun = store.reads, time.monotonic()
     action()
     time.sleep(0.1)
@@ -127,7 +127,7 @@ def looks_due(begun: float) -> float:
 
 
 def tag(catalog: Catalog, number: int) -> None:
-    """As another replica does it, of which this process hears nothing."""
+    """Set a tag as another replica does, without a notice to this process."""
     catalog.heads.edit(SMOL, lambda history: (set_ref(history, "prod", number), None))
 
 

@@ -151,7 +151,7 @@ def test_a_client_that_reads_nothing_keeps_nobody_waiting(
     with TrainerClient(service.address, lane="local") as trainer:
         for source in (*sources, *sources):
             number = trainer.push_folder(MODEL, source.folder).wait(timeout=20).number
-            for lane in lazy:  # so that they have all memory that there is
+            for lane in lazy:  # so that they hold all the memory
                 lane.ask(hello)
                 loan = lane.ask(begin_read(number)).read.loan
                 lane.ask(pb.LaneRequest(end_read=pb.EndRead(loan=loan)))

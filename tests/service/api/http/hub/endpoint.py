@@ -80,7 +80,7 @@ class Endpoint:
         return str(answer.json()["sha"])
 
     def raw(self, method: str, path: str) -> httpx.Response:
-        """The answer to a request for this path as it is: a client library would tidy it up."""
+        """The answer to a request for this path, sent verbatim: a client library would normalize it."""
         where = httpx.URL(self.url)
         with socket.create_connection((where.host, where.port or 80), timeout=60) as connection:
             request = f"{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n"
@@ -102,7 +102,7 @@ class Endpoint:
         return done.stdout
 
     def python(self, home: Path, code: str, *arguments: str) -> Any:
-        """Run Python code in a process of its own; what it calls ``say`` with last."""
+        """Run Python code in a process of its own; the argument of its last call of ``say``."""
         script = f"import json, sys\ndef say(value): print(json.dumps(value))\nMODEL = {MODEL!r}\n{code}"
         return json.loads(self.run(home, [CLIENT_PYTHON, "-c", script, *arguments]).splitlines()[-1])
 

@@ -1,4 +1,4 @@
-"""Can everybody use the pages: by keyboard, with a screen reader, in dark and light, on a phone, without script and without other hosts?"""
+"""Are the pages accessible: by keyboard, with a screen reader, in dark and light, on a phone, without script and without other hosts?"""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def token() -> str:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, token: str) -> Iterator[Place]:
-    """A service with a policy where something of every kind has happened."""
+    """A service with a policy and at least one event of every kind."""
     folder = tmp_path_factory.mktemp("used")
     named = ["admin", "tag:acme/*@prod"]
     asking = tokens.new_token()

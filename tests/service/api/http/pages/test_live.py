@@ -19,7 +19,7 @@ MODEL, OTHER = ModelName.parse("acme/smol"), ModelName.parse("acme/other")
 
 
 class Source:
-    """A view that says a number."""
+    """A view that shows a number."""
 
     def __init__(self) -> None:
         self.number = 0

@@ -1,4 +1,4 @@
-"""Does an open page show what happens, as it happens: models, pushes, who is missing, failures, tags?"""
+"""Does an open page show events as they happen: models, pushes, missing ranks, failures, tags?"""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_newcomers_walk_is_seen_on_the_page(
 ) -> None:
     monkeypatch.setattr("weighbridge._cli.following.end_tidily", lambda: None)  # a thread may set no handlers
     page = opened.page
-    monkeypatch.setattr("socket.gethostname", lambda: "node-2")  # where the pictures say that the agent runs
+    monkeypatch.setattr("socket.gethostname", lambda: "node-2")  # the host of the agent in screenshots
     opened.open("/")
     opened.shows("text=There is no model yet")
     opened.shot("01-empty")
