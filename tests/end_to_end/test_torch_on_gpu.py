@@ -58,7 +58,7 @@ def _on_gpu(size: int, rank: int, store_path: str, fn: Any, *args: Any) -> Any:
 def run_on_gpus(fn: Any, *args: Any) -> list[Any]:
     """The results of ``fn(rank, *args)`` on all ranks, one on each GPU."""
     size = min(torch.cuda.device_count(), 2)
-    spawning = multiprocessing.get_context("spawn")  # CUDA does not work in forked processes
+    spawning = multiprocessing.get_context("spawn")  # CUDA cannot be reinitialized in a fork
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, spawning) as pool:
         ranks = [pool.submit(_on_gpu, size, rank, f"{folder}/store", fn, *args) for rank in range(size)]
         return [rank.result(timeout=200) for rank in ranks]
