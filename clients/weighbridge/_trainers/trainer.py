@@ -1,4 +1,4 @@
-"""Client of a trainer rank: the public methods, each of which hands what it is given to the part of the client that does it."""
+"""Client of a trainer rank. Each public method passes its arguments to the part of the client that implements it."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ class TrainerClient(Client):
     """Client of a trainer; one for each rank.
 
     Args:
-        server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
+        server: ``host:port`` of the service's gRPC server; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
         run: name of the training run, the same on all ranks; part of the version's lineage.
-        ahead_bytes: bytes of host memory for the copies of a push with a training state, page-locked for tensors of a GPU. A push up to
-            this size is copied there while the service plans it, and a thread delivers it while training goes on. Larger pushes are copied
-            after the service has planned them. Two pushes may be delivered at the same time, and each takes this much.
+        ahead_bytes: bytes of host memory for the copies of a push with a training state; the memory is page-locked if the tensors are on a
+            GPU. The client copies a push up to this size there while the service plans it, and a thread delivers it while training
+            continues. It copies larger pushes after the service has planned them. Two pushes may be delivered at the same time, and each
+            needs this much memory.
         options: see `Client`.
 
     Examples:
@@ -95,12 +96,12 @@ class TrainerClient(Client):
     ) -> PushHandle:
         """Push this rank's shards as a part of a new version. All ranks call this with the same step.
 
-        Returns once the shards are copied out, so that training may go on and change them. A thread delivers the copies. A shard that
-        several ranks hold is pushed by one of them. The first push waits until all ranks have called.
+        Returns once the shards have been copied, so that training may continue and change them. A thread delivers the copies. If several
+        ranks hold a shard, one of them pushes it. The first push waits until all ranks have called.
 
-        With ``optimizer``, ``state`` or ``rank_state`` a training state is pushed after the weights, as by `push_state_dict`: everything
-        that `restore` needs to continue, by the keys of Megatron's own checkpoints. Ranks do not communicate for it. Each rank pushes its
-        ranges of the state that a distributed optimizer shards.
+        With ``optimizer``, ``state`` or ``rank_state`` a training state is pushed after the weights, as by `push_state_dict`. It contains
+        everything that `restore` needs to continue, under the keys of Megatron's own checkpoints. The ranks do not communicate to push it.
+        If a distributed optimizer shards its state, each rank pushes its own ranges.
 
         Args:
             model: ``namespace/name`` of a registered model.
@@ -109,25 +110,26 @@ class TrainerClient(Client):
             rank: this rank, from 0; by default torch.distributed's, or 0.
             world_size: number of ranks that push; by default torch.distributed's, or 1.
             run: overrides the client's run.
-            request_id: ID by which the ranks of one push find each other; by default run and step.
-            cast: see `push_state_dict`. Megatron-core can be configured to keep some tensors, such as norms or routers, in float32 beside
-                bf16.
+            request_id: ID that is the same for all ranks of one push; by default run and step.
+            cast: see `push_state_dict`. Megatron-core can be configured to keep some tensors, such as norms or routers, in float32 while
+                the others are bf16.
             optimizer: result of ``get_megatron_optimizer``, after its first step: `FP32Optimizer`, `Float16OptimizerWithFloat16Params` or
                 `DistributedOptimizer`, chained or not.
             state, rank_state, until: see `push_state_dict`.
-            options: metadata, whether the version is held, and the time for which the push may hold the loop: `PushOptions`. If
-                torch.distributed has as many ranks as push, they agree through its store before anything is copied: all of them push, or
-                none.
+            options: metadata, whether the version is held, and how long the push may block the training loop: `PushOptions`. If the push
+                has as many ranks as torch.distributed, the ranks agree through its store before anything is copied: either all of them
+                push, or none.
 
         Returns:
             The push of the weights. Its ``training`` is the push of the training state.
 
         Raises:
             NotFound: the model is not registered.
-            InvalidArgument: the optimizer is not supported, values are not plain data (names the entry), or ``until`` names no optimizer.
-            FailedPrecondition: the optimizer has made no step.
+            InvalidArgument: the optimizer is not supported, values are not plain data (names the entry), or ``until`` does not name an
+                optimizer.
+            FailedPrecondition: the optimizer has not made a step yet.
             LayoutError: shapes, dtypes or names contradict the model, or the ranks together do not hold all of it.
-            AlreadyExists: another process pushes as this rank of this step.
+            AlreadyExists: another process is already pushing as this rank of this step.
 
         Examples:
             >>> handle = trainer.push("acme/smol", megatron_model.sharded_state_dict(), step=200, rank=0, world_size=1)
@@ -157,32 +159,34 @@ class TrainerClient(Client):
     ) -> PushHandle:
         """Push this rank's part of a torch model as a part of a new version: FSDP2, HSDP, tensor parallelism, DDP, or one process.
 
-        As `push`, with Hugging Face's names. ``_orig_mod``, ``_fsdp_wrapped_module`` and a leading ``module`` are stripped from them.
-        Tied copies of other tensors, and rotary frequencies, are left out. A tensor that several ranks hold is pushed by one of them.
+        Works like `push`, but with Hugging Face's names. ``_orig_mod``, ``_fsdp_wrapped_module`` and a leading ``module`` are stripped from
+        them. Tied copies of other tensors and rotary frequencies are omitted. If several ranks hold a tensor, one of them pushes it.
 
         With ``optimizer``, ``state`` or ``rank_state`` a training state is pushed after the weights: everything that `restore_state_dict`
-        needs to continue. It is a version of ``namespace/name:training``, with the number of the weights' version if that is free. Weights
-        do not wait for it. Its parameters have the module's own dtypes.
+        needs to continue. It is a version of ``namespace/name:training``, with the same number as the version of the weights if that number
+        is free. The weights do not wait for it. Its parameters have the module's own dtypes.
 
         Args:
             model: ``namespace/name`` of a registered model.
-            state_dict_or_module: a module, of which the ``state_dict()`` is taken, with peft's adapters merged into copies; a state dict;
-                or pairs of name and tensor. Tensors are DTensors of any mesh, or plain ones, which every rank holds whole; on any device.
+            state_dict_or_module: a module, a state dict, or pairs of name and tensor. For a module its ``state_dict()`` is used, with
+                peft's adapters merged into copies. Tensors may be DTensors of any mesh, or plain tensors, which every rank must hold whole.
+                They may be on any device.
             step: the training step.
             rank: this rank; by default torch.distributed's, or 0.
             world_size: number of ranks that push; by default torch.distributed's, or 1.
             run: overrides the client's run.
-            request_id: ID by which the ranks of one push find each other; by default run and step.
+            request_id: ID that is the same for all ranks of one push; by default run and step.
             cast: ``allow`` casts floating-point tensors to the model's dtype if theirs differs (integers are never cast); ``exact`` casts
-                them only if the model's dtype is wider; ``never`` refuses them. The report has the number of cast tensors.
-            optimizer: the ``torch.optim.Optimizer`` of the module's parameters, or several. It is not changed, even if it has made no step.
+                them only if the model's dtype is wider; ``never`` refuses them. The report contains the number of cast tensors.
+            optimizer: the ``torch.optim.Optimizer`` of the module's parameters, or several. The push does not change it, even if it has not
+                made a step yet.
             state: values by name, the same on all ranks: plain data, or objects with ``state_dict()`` and ``load_state_dict()`` such as
                 schedulers.
-            rank_state: such values of this rank alone, for example the state of a random number generator or a data loader.
-            until: ``"optimizer_step"`` returns once it is known which tensors to copy. A thread then copies tensors that only the
-                optimizer's step changes, during the next forward and backward, and the step waits for the rest. Give the optimizer itself
-                if its state is not pushed. No other code may change parameters before the copies are made: `PushHandle.copied` waits for
-                them.
+            rank_state: values of the same kinds for this rank only, for example the state of a random number generator or a data loader.
+            until: with ``"optimizer_step"`` the call returns once it knows which tensors to copy. During the next forward and backward, a
+                thread copies the tensors that only the optimizer's step changes, and the step waits until they are copied. Pass the
+                optimizer itself if its state is not pushed. No other code may change parameters before the copies are made:
+                `PushHandle.copied` waits for them.
             options: see `push`.
 
         Returns:
@@ -191,10 +195,10 @@ class TrainerClient(Client):
         Raises:
             NotFound: the model is not registered.
             InvalidArgument: the argument is not a state dict, ``cast`` is unknown, values are not plain data (names the entry), or
-                ``until`` names no optimizer.
+                ``until`` does not name an optimizer.
             LayoutError: names, shapes, dtypes or placements contradict the model; LoRA adapters cannot be merged, or are merged in place in
                 a push with a training state; or the ranks together do not hold all of the model (names each tensor).
-            AlreadyExists: another process pushes as this rank of this step.
+            AlreadyExists: another process is already pushing as this rank of this step.
 
         Examples:
             >>> handle = trainer.push_state_dict("acme/smol", model, step=200, metadata={"reward": 0.71})
@@ -225,11 +229,11 @@ class TrainerClient(Client):
     ) -> PushHandle:
         """Push whole tensors that all ranks gather one after another, as RL frameworks do, as a new version.
 
-        All ranks call this with the same tensors. Each rank pushes its share of a tensor before it takes the next one from ``weights``. So
-        a tensor may be freed after its turn, and no rank holds more than one. On the local lane a share is copied straight to its place in
-        the version. Returns when all tensors have been taken. ``weights`` is consumed to its end even if the push fails, because other
-        ranks may gather the tensors together with this one. Names are those of `push_state_dict`. A copy of a tied tensor is allowed, and
-        is compared with it.
+        All ranks call this with the same tensors. Each rank pushes its share of a tensor before it takes the next one from ``weights``. A
+        tensor may therefore be freed after its turn, and a rank never holds more than one. On the local lane a share is copied directly to
+        its place in the version. Returns when all tensors have been taken. The method consumes ``weights`` to its end even if the push
+        fails, because other ranks may gather the tensors together with this one. Names are the same as for `push_state_dict`. ``weights``
+        may contain a copy of a tied tensor, which is compared with that tensor.
 
         Args:
             model: ``namespace/name`` of a registered model.
@@ -238,19 +242,19 @@ class TrainerClient(Client):
             rank: this rank; by default torch.distributed's, or 0.
             world_size: number of ranks that push; by default torch.distributed's, or 1.
             run: overrides the client's run.
-            request_id: ID by which the ranks of one push find each other; by default run and step.
+            request_id: ID that is the same for all ranks of one push; by default run and step.
             cast: see `push_state_dict`.
-            buffer_bytes: bytes of host memory for tensors that are sent by gRPC; at least 2 MiB.
-            held: names of the tensors in this rank's ``weights``, if ranks have different ones, as with pipeline or expert parallelism. If
-                several ranks have a tensor, one of them pushes all of it, and it is not compared. Nor is a copy of a tied tensor compared
-                on a rank that does not have that tensor.
+            buffer_bytes: bytes of host memory for tensors that are sent over gRPC; at least 2 MiB.
+            held: names of the tensors in this rank's ``weights``, if ranks have different tensors, as with pipeline or expert parallelism.
+                If several ranks have a tensor, one of them pushes all of it, and the tensor is not compared. A copy of a tied tensor is not
+                compared either on a rank that does not have that tensor.
             options: see `push`.
 
         Raises:
             NotFound: the model is not registered.
             InvalidArgument: ``cast`` is unknown.
             LayoutError: names, shapes or dtypes contradict the model, or tensors are missing (names each).
-            AlreadyExists: another process pushes as this rank of this step.
+            AlreadyExists: another process is already pushing as this rank of this step.
 
         Examples:
             >>> handle = trainer.push_gathered("acme/smol", model.named_parameters(), step=200)
@@ -284,10 +288,10 @@ class TrainerClient(Client):
             model: ``namespace/name`` of a registered model.
             layout: the shards that this rank holds, as one stream.
             space: space of the tensors' names, ``TensorSpace.MEGATRON`` or ``TensorSpace.HUGGING_FACE``.
-            open_source: opens the bytes of the shards that this rank is to push. Before that it is called for shards that other ranks also
-                hold, to compare them.
+            open_source: opens the bytes of the shards that this rank must push. It is called earlier for shards that other ranks hold too,
+                to compare them.
             step, rank, world_size, run, request_id, options: see `push`.
-            hold_seal: whether this rank is sealed only by `PushHandle.seal`. Until then the version does not become visible.
+            hold_seal: whether only `PushHandle.seal` seals this rank. Until then the version does not become visible.
             cast_from: safetensors' names of the dtypes from which the source casts; the version's manifest lists them.
         """
         call = self._pushes.call(
@@ -312,21 +316,21 @@ class TrainerClient(Client):
         save_embedding_layers: bool | str = "auto",
         **options: Unpack[PushOptions],
     ) -> PushHandle:
-        """Push an adapter of a peft model or a Megatron-core model as a new version, whose base is a version of another model.
+        """Push an adapter of a peft model or a Megatron-core model as a new version. Its base is a version of another model.
 
-        The first push registers the model by the adapter's tensors. All ranks call this. Under DDP each rank has an equal copy, and the
-        service takes one; under FSDP2 each rank has its part. The version's files are those that peft's ``save_pretrained`` writes.
+        The first push registers the model by the adapter's tensors. All ranks call this. Under DDP all ranks have equal copies, and the
+        service uses one; under FSDP2 each rank has its part. The version has the same files as peft's ``save_pretrained`` writes.
 
-        For a Megatron-core model with Megatron-Bridge's ``LoRA`` or ``CanonicalLoRA``, each rank pushes its shards as peft's tensors, by
-        the weight map of the base. The config is made from rank and alpha of the layers, which the ranks exchange through the store of
-        torch.distributed.
+        For a Megatron-core model with Megatron-Bridge's ``LoRA`` or ``CanonicalLoRA``, each rank pushes its shards as peft's tensors, with
+        the names that the weight map of the base gives them. The config is derived from rank and alpha of the layers, which the ranks
+        exchange through the store of torch.distributed.
 
         Args:
             model: ``namespace/name`` of the adapter.
-            peft_model: result of ``peft.get_peft_model``, also wrapped by DDP or torch.compile; or a model of Megatron-core, or the list of
-                its virtual stages.
-            base: the version that is the base, such as ``acme/smol@17``; a ref is resolved once. The base is kept as long as it has
-                versions of the adapter.
+            peft_model: result of ``peft.get_peft_model``, which may be wrapped by DDP or torch.compile; or a Megatron-core model, or the
+                list of its virtual stages.
+            base: the version that is the base, such as ``acme/smol@17``; a ref is resolved once. The service keeps the base as long as a
+                version of the adapter is based on it.
             step: the training step.
             adapter_name: name of the adapter in the model.
             rank, world_size, run, request_id: see `push_state_dict`.
@@ -335,10 +339,10 @@ class TrainerClient(Client):
 
         Raises:
             NotFound: the base does not exist.
-            InvalidArgument: the argument is not a peft model, it has no such adapter, or the base is not a whole model; or a Megatron-core
-                model has no adapters, or its base has no weight map.
-            LayoutError: the base lacks modules of the adapter, or has them with other features; or adapters of a Megatron-core model are
-                not LoRA.
+            InvalidArgument: the argument is not a peft model, it does not have an adapter with this name, or the base is not a whole model;
+                or a Megatron-core model has no adapters, or its base has no weight map.
+            LayoutError: the base lacks modules of the adapter, or has them with other numbers of features; or adapters of a Megatron-core
+                model are not LoRA.
             FailedPrecondition: the name is registered for a model, or for an adapter with other tensors (another rank or other target
                 modules); or the base is not durable.
             PermissionDenied: the caller may not pull the base.
@@ -365,25 +369,27 @@ class TrainerClient(Client):
         hold_seal: bool = False,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
-        """Push the weights of a Hugging Face folder, and its other files if it has a ``config.json``, as a new version of a registered model.
+        """Push the weights of a Hugging Face folder as a new version of a registered model; its other files too if it has a
+        ``config.json``.
 
         The folder's files replace the registered ones, so that this version and later ones have them. Registered files that the folder does
-        not have stay, except those of the tokenizer if the folder has one. A folder without ``config.json`` changes no registered file.
+        not have stay, except tokenizer files if the folder has a tokenizer. A folder without ``config.json`` does not change registered
+        files.
 
         Args:
             model: ``namespace/name`` of a registered model.
             hf_dir: a folder with safetensors files. Its ``config.json``, or the model's if it has none, determines the tied tensors.
             step: recorded with the version.
             run: overrides the client's run.
-            request_id: ID by which a repeated call finds its version; unique by default.
+            request_id: ID by which a repeated call finds the version of the first call; unique by default.
             cast: ``allow`` casts floating-point tensors to the model's dtype while they are read, if theirs differs; ``exact`` casts them
-                only if the model's dtype is wider; ``never`` refuses them. The report has the number of cast tensors.
+                only if the model's dtype is wider; ``never`` refuses them. The report contains the number of cast tensors.
             hold_seal: see `push_shards`.
             options: see `push`.
 
         Raises:
             NotFound: the model is not registered, or the folder has no safetensors files.
-            LayoutError: the folder's tensors are not those of the model, or its ``config.json`` describes another model.
+            LayoutError: the folder's tensors differ from the model's, or its ``config.json`` describes another model.
             DataLoss: a file is damaged.
 
         Examples:
@@ -417,24 +423,25 @@ class TrainerClient(Client):
         """Register a model by a Hugging Face folder: its ``config.json``, tokenizer and other files, but not its weights.
 
         A model type without a weight map is registered by its tensors: by the headers of the folder's weights, or by ``tensors``. Such a
-        model has only Hugging Face's names. Repeating it is harmless, so every rank may call it, with its own part of ``tensors``.
+        model has only Hugging Face's names. Calling this again is harmless, so every rank may call it, with its own part of ``tensors``.
 
         Args:
             model: ``namespace/name``.
             hf_dir: the folder. If it has weights, their headers are compared with ``config.json``.
-            dtype: dtype of the weights, such as ``bf16``, which is written to the registered ``config.json``; by default each tensor's own
-                if the tensors are known, or else that in ``config.json``. Without a weight map, it applies only to floating-point tensors
-                of 16 bits or more.
+            dtype: dtype of the weights, such as ``bf16``, which is written to the registered ``config.json``; by default each tensor keeps
+                its own dtype if the tensors are known, otherwise the dtype in ``config.json`` is used. Without a weight map, it applies
+                only to floating-point tensors of 16 bits or more.
             tensors: a torch module, a state dict, or pairs of name and tensor, as for `push_state_dict`. The model is registered by their
-                names, global shapes and dtypes; by default by the folder's weights. Data is not read, so tensors may be on the meta device.
+                names, global shapes and dtypes; by default by the folder's weights. Their data is not read, so they may be on the meta
+                device.
             weight_map: False registers the model only by its tensors, even if its model type has a weight map, for a quantised model or a
                 model with custom layers.
 
         Raises:
-            InvalidArgument: the model type has no weight map and the tensors are not known, or the tensors are not those that
-                ``config.json`` describes (names them).
-            LayoutError: ``tensors`` has LoRA adapters that are not merged, or values that are not tensors.
-            DataLoss: a file of weights is damaged.
+            InvalidArgument: the model type has no weight map and the tensors are not known, or the tensors differ from what ``config.json``
+                describes (names them).
+            LayoutError: ``tensors`` contains LoRA adapters that are not merged, or values that are not tensors.
+            DataLoss: a weight file is damaged.
             FailedPrecondition: the model is already registered with other tensors.
 
         Examples:
@@ -534,18 +541,18 @@ class TrainerClient(Client):
         """Push a checkpoint of Megatron-core (``torch_dist``), torch (``dcp``) or verl's FSDP2 ranks (one file each) as a training state,
         with its optimizer.
 
-        The layout is that of the checkpoint, and the bytes of tensors are read directly from its files. Entries that are not tensors are
-        kept as bytes, without being opened.
+        The version has the checkpoint's layout, and the bytes of tensors are read directly from its files. Entries that are not tensors are
+        stored as bytes; they are not deserialized.
 
         Args:
             model: ``namespace/name`` of a registered model.
             folder: the checkpoint; for Megatron-LM the folder of one iteration.
             step: recorded with the version; by default the step in the checkpoint or, without one, in the folder's name.
             run: overrides the client's run.
-            options: see `push`. Non-finite elements do not hold the version.
+            options: see `push`. The version is not held for non-finite elements.
 
         Raises:
-            NotFound: the model is not registered, there is no checkpoint, or a file of it is missing.
+            NotFound: the model is not registered, the folder has no checkpoint, or a file of it is missing.
             DataLoss: the checkpoint is damaged or cut short.
             InvalidArgument: a tensor has an unsupported dtype or name, an entry that is not a tensor is larger than a GiB, or the step is
                 unknown.
@@ -582,7 +589,7 @@ class TrainerClient(Client):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> Version:
-        """Fill a sharded state dict in place from any version, whatever its parallelism was.
+        """Fill a sharded state dict in place from any version, regardless of the parallelism with which it was pushed.
 
         Only this rank's bytes are transferred. Tensors whose floating-point dtype differs from the model's are cast.
 
@@ -599,7 +606,7 @@ class TrainerClient(Client):
             The version that was restored.
 
         Raises:
-            NotFound: no such model or version.
+            NotFound: the model or version does not exist.
             InvalidArgument: the version lacks requested values.
             LayoutError: shapes, dtypes or names contradict the model or the training state.
 
@@ -624,31 +631,31 @@ class TrainerClient(Client):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> Version:
-        """Fill a torch model in place from any version, whatever its parallelism was.
+        """Fill a torch model in place from any version, regardless of the parallelism with which it was pushed.
 
         Only this rank's bytes are transferred. Tensors whose floating-point dtype differs from the model's are cast.
 
-        With ``optimizer``, ``state`` or ``rank_state`` everything comes from a training state, including parameters in their own dtype, and
-        ``version`` is a version of ``namespace/name:training``. Training then continues as if it had not stopped; on the same number of
-        ranks it is bit-identical.
+        With ``optimizer``, ``state`` or ``rank_state`` everything comes from a training state, including parameters in their own dtypes,
+        and ``version`` is a version of ``namespace/name:training``. Training then continues as if it had not stopped; on the same number of
+        ranks its results are bit-identical.
 
         Args:
             model: ``namespace/name``.
             state_dict_or_module: see `push_state_dict`.
             version: a number or a ref; by default the latest.
-            strict: whether the target must have all tensors of the model and no others, as for `Pull.into`. If not, the common tensors are
+            strict: whether the target must have exactly the tensors of the model, as for `Pull.into`. If False, the common tensors are
                 filled, and names that the model does not have are refused.
-            optimizer: see `push_state_dict`. Afterwards it has exactly the pushed state, whether it had made a step or not.
-            state: all or some of the names that were pushed as ``state``: objects load their state, plain values are replaced in the
-                mapping. If another number of ranks pushed the state, all ranks get the values of rank 0.
-            rank_state: the same for ``rank_state`` of this rank; only for the number of ranks that pushed it.
+            optimizer: see `push_state_dict`. Afterwards it has exactly the pushed state, whether or not it had made a step before.
+            state: all or some of the names that were pushed as ``state``. Objects load their state; plain values are replaced in the
+                mapping. If a different number of ranks pushed the state, all ranks get the values of rank 0.
+            rank_state: the same for ``rank_state`` of this rank; only if the same number of ranks pushed it.
             rank, world_size: by default torch.distributed's, or 0 and 1.
 
         Returns:
             The version that was restored.
 
         Raises:
-            NotFound: no such model or version.
+            NotFound: the model or version does not exist.
             InvalidArgument: the argument is not a state dict, or the version lacks requested values.
             LayoutError: tensors are missing, unexpected, or contradict the model, or LoRA adapters are not merged (names each tensor).
 
@@ -673,9 +680,10 @@ class TrainerClient(Client):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> Version:
-        """Fill the adapter of a model in place from any version, whatever its parallelism was. All ranks call this.
+        """Fill the adapter of a model in place from any version, regardless of the parallelism with which it was pushed. All ranks call
+        this.
 
-        Only this rank's bytes are transferred. The model must already have the adapter, with the rank, the scales and the target modules of
+        Only this rank's bytes are transferred. The model must already have the adapter, with the same rank, scales and target modules as
         the version.
 
         Args:
@@ -687,11 +695,12 @@ class TrainerClient(Client):
             The version that was restored.
 
         Raises:
-            NotFound: no such model or version.
-            InvalidArgument: the model is not an adapter, or ``peft_model`` is not of peft or Megatron-core, or has no such adapter.
+            NotFound: the model or version does not exist.
+            InvalidArgument: the model is not an adapter, or ``peft_model`` is not a model of peft or Megatron-core, or does not have an
+                adapter with this name.
             LayoutError: the adapter in ``peft_model`` has other tensors, or scales of Megatron-core's layers differ (names them); or it is
                 merged; or layers that the model fuses have adapters with different A in the version.
-            FailedPrecondition: with the config of the adapter in ``peft_model``, the same tensors compute something else (names the
+            FailedPrecondition: with the config of the adapter in ``peft_model``, the same tensors compute a different result (names the
                 entries).
         """
         meant = _latest(model, version)
@@ -705,14 +714,15 @@ class TrainerClient(Client):
         Args:
             model: ``namespace/name``.
             layout: the shards.
-            tensors: one tensor for each shard, with the extent of its box, on any device. Elements are cast to its floating-point dtype.
+            tensors: one tensor for each shard, with the shape of its box, on any device. Elements are cast to the tensor's floating-point
+                dtype.
             version: a number or a ref; by default the latest.
 
         Returns:
             The version that was restored.
 
         Raises:
-            NotFound: no such model, version or tensor.
+            NotFound: the model, version or tensor does not exist.
             InvalidArgument: the layout contradicts the model.
         """
         return restoring.hugging_face_shards(self._connection, _latest(model, version), layout, tensors)
@@ -730,7 +740,7 @@ class TrainerClient(Client):
         Args:
             model: ``namespace/name``.
             layout: the shards, as a stream.
-            tensor_for: returns the tensor to fill for the placement with an index.
+            tensor_for: returns the tensor to fill for a placement, given its index.
             version: a number or a ref; by default the latest.
 
         Yields:
@@ -749,25 +759,25 @@ class TrainerClient(Client):
         max_file_bytes: int = DEFAULT_FILE_BYTES,
         on_progress: Callable[[int, int], None] = lambda _done, _total: None,
     ) -> WrittenCheckpoint:
-        """Write a training state as a checkpoint of its trainer: ``torch_dist`` for Megatron-core, ``dcp`` for torch.
+        """Write a training state as a checkpoint in the format of its trainer: ``torch_dist`` for Megatron-core, ``dcp`` for torch.
 
-        Tensors are streamed. The other values of ranks are loaded in this process, with ``weights_only``. The folder appears whole or not
-        at all.
+        Tensors are streamed. This process loads the other values of ranks, with ``weights_only``. The folder appears complete or not at
+        all.
 
         Args:
             model: ``namespace/name``, or the name of its part.
             version: number or ref of a version of the part; None for the version that ``model`` names, or the latest.
-            folder: a new or empty folder. For Megatron-core it is the argument of ``--load``: the checkpoint is ``iter_%07d`` in it, by the
-                step, beside ``latest_checkpointed_iteration.txt``.
+            folder: a new or empty folder. For Megatron-core it is the argument of ``--load``: the checkpoint is its subfolder
+                ``iter_%07d``, named by the step, next to ``latest_checkpointed_iteration.txt``.
             checkpoint_format: ``torch_dist`` or ``dcp``; by default the trainer's.
-            replace: whether the folder may have content: the checkpoint there is replaced, or for Megatron-core other iterations stay.
+            replace: whether the folder may have content. The checkpoint in it is then replaced; for Megatron-core, other iterations stay.
             max_file_bytes: approximate limit on the size of a ``.distcp`` file.
             on_progress: called with the bytes written so far and the total.
 
         Raises:
-            NotFound: no such model or version.
-            InvalidArgument: the folder is not empty, the trainer has another format of checkpoints, or values have a name that means
-                something else in a checkpoint.
+            NotFound: the model or version does not exist.
+            InvalidArgument: the folder is not empty, the trainer uses another checkpoint format, or the name of a value has another meaning
+                in a checkpoint.
             LayoutError: the training state has no tensors.
             DataLoss: the values of a rank are missing or malformed.
             ResourceExhausted: the disk is full.
@@ -786,8 +796,8 @@ class TrainerClient(Client):
         )  # fmt: skip
 
     def describe_tensors(self, model: str, *, refresh: bool = False) -> Mapping[str, TensorSpec]:
-        """A model's tensors by name. They are requested once and then cached; ``refresh`` requests them again, as the name may now belong
-        to another model.
+        """Return a model's tensors by name. The client requests them once and then caches them. ``refresh`` requests them again, because
+        the name may now belong to another model.
 
         Raises:
             NotFound: the model is not registered.
@@ -795,14 +805,14 @@ class TrainerClient(Client):
         return self._known.described(model, refresh=refresh)
 
     def describe_shards(self, model: str, rank: MegatronRank | None = None) -> Layout:
-        """The shards that a Megatron-core rank holds, by per-layer keys.
+        """Return the shards that a Megatron-core rank holds, by per-layer keys.
 
         Args:
             model: ``namespace/name``.
-            rank: position of the rank; by default that of a single rank.
+            rank: position of the rank; by default the only rank.
 
         Raises:
-            InvalidArgument: the sizes do not divide the model.
+            InvalidArgument: the model cannot be divided by the parallel sizes.
         """
         return self._connection.run(push_calls.describe_shards(model, rank or MegatronRank()))
 
