@@ -1,20 +1,20 @@
-"""Errors, named by what the caller can do about them.
+"""Errors. Their names tell the caller what to do.
 
 ::
 
     WeighbridgeError
     |-- InvalidArgument         the request itself is wrong: change it
     |   `-- LayoutError         a layout contradicts the model or itself; names tensors and boxes
-    |-- Unauthenticated         the caller is not identified: use a token or a certificate that is known
+    |-- Unauthenticated         the caller is not identified: use a known token or certificate
     |-- PermissionDenied        the caller may not do this
-    |-- NotFound                no such model, version, ref, file or job
+    |-- NotFound                the model, version, ref, file or job does not exist
     |-- AlreadyExists           the name, rank or number is taken
-    |-- FailedPrecondition      right request, wrong state (sealed, failed, not yet ready)
+    |-- FailedPrecondition      the request is valid, but not in this state (sealed, failed, not yet ready)
     |   `-- VersionFailed       the version failed; the message says why
     |-- Conflict                another writer was faster: read again and retry
-    |-- ResourceExhausted       over a limit, or no room left: wait, or raise the limit
+    |-- ResourceExhausted       a limit is exceeded, or capacity is used up: wait, or raise the limit
     |-- DataLoss                bytes differ from those that were sent or written
-    |-- DeadlineExceeded        not in time; the message says what was being waited for
+    |-- DeadlineExceeded        the operation did not end in time; the message says what it waited for
     `-- Unavailable             the service cannot be reached or is shutting down: try again
 
 Each error has a message that says what is wrong, a `fix` that says what to do, and for errors about tensors their names and boxes in
@@ -48,12 +48,12 @@ __all__ = [
 
 
 class WeighbridgeError(Exception):
-    """Base of all errors that Weighbridge raises on purpose.
+    """Base class of all errors that Weighbridge raises deliberately.
 
     Attributes:
         message: what is wrong, in one sentence.
         fix: what the caller can do about it; may be empty.
-        details: one line for each tensor or object concerned, the first few of possibly many.
+        details: one line for each tensor or object concerned; if there are many, only for the first few.
     """
 
     reason: ClassVar[str] = "INTERNAL"
@@ -75,7 +75,9 @@ class WeighbridgeError(Exception):
         return text
 
     def anew(self) -> Self:
-        """A copy of the error for another thread to raise, without the traceback, which references everything in use when it was raised."""
+        """Return a copy of the error for another thread to raise. The copy has no traceback, because a traceback references all variables
+        that were in use.
+        """
         return copy.copy(self)
 
 
@@ -88,7 +90,7 @@ class InvalidArgument(WeighbridgeError):
 
 
 class LayoutError(InvalidArgument):
-    """A layout contradicts the model or itself: a gap, an overlap, a wrong shape or dtype, an unknown tensor."""
+    """A layout contradicts the model or itself: it has a gap, an overlap, a wrong shape or dtype, or an unknown tensor."""
 
     reason = "LAYOUT_INVALID"
 
@@ -110,7 +112,7 @@ class PermissionDenied(WeighbridgeError):
 
 
 class NotFound(WeighbridgeError):
-    """No such model, version, ref, file or job."""
+    """The model, version, ref, file or job does not exist."""
 
     reason = "NOT_FOUND"
     grpc_code = "NOT_FOUND"
@@ -126,7 +128,7 @@ class AlreadyExists(WeighbridgeError):
 
 
 class FailedPrecondition(WeighbridgeError):
-    """The request is valid, but not in the present state."""
+    """The request is valid, but not in the current state."""
 
     reason = "FAILED_PRECONDITION"
     grpc_code = "FAILED_PRECONDITION"
@@ -136,7 +138,7 @@ class FailedPrecondition(WeighbridgeError):
 class VersionFailed(FailedPrecondition):
     """The version failed. `details` lists what was missing.
 
-    A version that could not be completed was never visible; one that could not be made durable was visible while it was `live`.
+    If the version could not be completed, it was never visible. If it could not be made durable, it was visible while it was `live`.
     """
 
     reason = "VERSION_FAILED"
@@ -151,11 +153,11 @@ class Conflict(WeighbridgeError):
 
 
 class ResourceExhausted(WeighbridgeError):
-    """A limit is exceeded, or there is no memory or disk left.
+    """A limit is exceeded, or the service has no memory or disk space left.
 
     Attributes:
-        retry_after: seconds after which there may be room; None if waiting does not help. The client retries streams itself, not
-            before that time.
+        retry_after: seconds after which capacity may be available; None if waiting does not help. The client retries streams itself, but
+            not before that time.
     """
 
     reason = "RESOURCE_EXHAUSTED"
@@ -173,7 +175,7 @@ class DataLoss(WeighbridgeError):
     """Bytes do not match their checksum or length.
 
     Attributes:
-        worth_retrying: seconds for which retries may help; 0 where stored bytes are damaged.
+        worth_retrying: seconds for which retries may help; 0 if stored bytes are damaged.
     """
 
     reason = "DATA_LOSS"
@@ -199,7 +201,7 @@ class Unavailable(WeighbridgeError):
     """The service cannot be reached, or is shutting down.
 
     Attributes:
-        worth_retrying: seconds for which retries may help; 0 where another service answers.
+        worth_retrying: seconds for which retries may help; 0 if another service responds at the address.
     """
 
     reason = "UNAVAILABLE"

@@ -51,13 +51,13 @@ _SLOW_SECONDS = 2.0
 
 
 class Client(OperationMethods):
-    """Connections to the service. Every method that takes a model and a version takes ``namespace/name@version`` for both.
+    """Connections to the service. Methods with a ``model`` and a ``version`` argument also accept ``namespace/name@version`` as ``model``.
 
-    Connects when first used. Thread-safe. Safe after a fork only if it was not used before the fork.
+    A client connects when it is first used. It is thread-safe. After a fork it is safe only if it was not used before the fork.
 
     Args:
-        server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Several addresses of
-            replicas, separated by commas, are used in turn: if one cannot be reached, the client uses the next one.
+        server: ``host:port`` of the service's gRPC server; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. If several addresses of
+            replicas are given, separated by commas, the client uses the next one when it cannot reach one of them.
         options: ``retry_seconds``, ``lane``, ``connections`` and ``credentials``: see `ConnectionOptions`.
 
     Raises:
@@ -83,7 +83,7 @@ class Client(OperationMethods):
 
     @property
     def retry_seconds(self) -> float:
-        """Seconds for which a call is retried while the service cannot be reached, or has no room."""
+        """Seconds for which a call is retried while the service is unreachable or has no capacity left."""
         return self._connection.retry_seconds
 
     def close(self) -> None:
@@ -105,15 +105,15 @@ class Client(OperationMethods):
         *,
         weight_map: bool = True,
     ) -> Model:
-        """Register a model by the content of its files, ``config.json`` among them. Repeating it is harmless.
+        """Register a model by the content of its files, which include ``config.json``. Calling this again is harmless.
 
         Args:
             model: ``namespace/name``.
             files: content of all files other than the weights, by name.
             dtype: dtype of the weights; by default the dtype of ``tensors``, or else that in ``config.json``.
-            tensors: the tensors in the model's files of weights, if there are such files. A model type without a weight map is known
-                only by them.
-            weight_map: False registers the model by ``tensors`` alone, even if its model type has a weight map.
+            tensors: the tensors in the model's weight files, if it has any. A model whose type has no weight map is known only by these
+                tensors.
+            weight_map: False registers the model only by ``tensors``, even if its model type has a weight map.
 
         Raises:
             InvalidArgument: the model type has no weight map and ``tensors`` is empty, or a name or a file is invalid.
@@ -121,7 +121,7 @@ class Client(OperationMethods):
         """
 
         def tell() -> None:
-            if not self._connection.addresses.away:  # an unreachable service is logged elsewhere
+            if not self._connection.addresses.away:  # other code logs that the service is unreachable
                 log.warning(
                     "%s is being registered: the first weight map of a model type takes a while to make",
                     model,
@@ -141,20 +141,20 @@ class Client(OperationMethods):
             telling.cancel()
 
     def model(self, model: str, *, retry_seconds: float | None = None) -> Model:
-        """One model; ``retry_seconds`` overrides the client's for this call. Raises NotFound."""
+        """Return a model. ``retry_seconds`` overrides the client's for this call. Raises NotFound."""
         return self._connection.run(ask(table.GET_MODEL, model=model), retry_seconds=retry_seconds)
 
     def model_files(self, model: str, version: str | int | None = None) -> dict[str, bytes]:
-        """The files of a version other than its weights; the model's registered files if no version is named.
+        """Return the files of a version other than its weights; the model's registered files if no version is named.
 
         Raises:
-            NotFound: no such model or version.
+            NotFound: the model or version does not exist.
             DataLoss: a file's name is not valid within the model's folder.
         """
         return self._connection.run(model_calls.model_files(model, version))
 
     def version(self, model: str, version: str | int | None = None) -> Version:
-        """One version, by number or ref; by default the latest. Raises NotFound.
+        """Return a version, by number or ref; by default the latest. Raises NotFound.
 
         Examples:
             >>> version = client.version("acme/smol", "latest")
@@ -183,7 +183,7 @@ class Client(OperationMethods):
 
         Raises:
             VersionFailed: the version failed, or could not be made durable.
-            DeadlineExceeded: the version did not reach the state in time.
+            DeadlineExceeded: the version did not reach the state within ``timeout`` seconds.
 
         Examples:
             >>> handle = trainer.push_state_dict("acme/smol", model, step=200)
@@ -205,10 +205,10 @@ class Client(OperationMethods):
 
         Args:
             model: the model.
-            include_invisible: whether to list also versions that are still being received, and recently failed ones.
-            where: conditions on metadata that a listed version must all meet, such as ``reward>=0.7``; with ``= != < <= >`` or ``>=``. A
-                version without the value is left out. Only the newest 10,000 versions are searched.
-            limit: largest number of versions, the newest ones; None for all.
+            include_invisible: whether to include versions that are still being received, and versions that failed recently.
+            where: conditions on metadata, such as ``reward>=0.7``, with ``= != < <= >`` or ``>=``. A listed version meets all of them. A
+                version without the value is not listed. Only the newest 10,000 versions are searched.
+            limit: maximum number of versions to list, newest first; None for all.
 
         Raises:
             InvalidArgument: a condition is malformed, or ``limit`` is less than 1.
@@ -227,17 +227,18 @@ class Client(OperationMethods):
         return self._connection.run(listing)
 
     def watch(self, model: str, ref: str | None = None) -> Iterator[Version]:
-        """Yield the version that a ref names now, then each version that it moves to, for ever; by default ``live``. Reconnects after an
-        outage.
+        """Yield the version that a ref names now, then each version to which it moves, without end; by default the ref ``live``. Reconnects
+        after an outage.
 
-        A version may be skipped if the ref moves on before the service has sent it; the newest version is never skipped. The watch waits
-        for a ref that does not exist yet, and for a model that is not registered yet. Every 10 s a WARNING names the refs that are missing.
+        If the ref moves again before the service has sent a version, that version may be skipped; the newest version is never skipped. The
+        watch waits for a ref that does not exist yet, and for a model that is not registered yet. Every 10 s it logs a WARNING that names
+        the missing refs.
 
         Raises:
             InvalidArgument: the name of the model or the ref is not valid.
             NotFound: the model was deleted.
-            Unavailable, ResourceExhausted: the service could not be reached, or had no place for another watch, within
-                `retry_seconds` from the start.
+            Unavailable, ResourceExhausted: the service could not be reached, or did not accept another watch, within `retry_seconds` from
+                the start.
 
         Examples:
             >>> versions = client.watch("acme/smol", "latest")
@@ -252,7 +253,7 @@ class Client(OperationMethods):
             yield version
 
     def watch_refs(self, refs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Version]]:
-        """Watch several refs, also of several models, over one stream; see `watch`.
+        """Watch several refs, of one or more models, over one stream; see `watch`.
 
         Args:
             refs: pairs of model and ref.
@@ -306,7 +307,7 @@ class Client(OperationMethods):
             model: the model.
             ref: the tag.
             version: number or ref of the version; by default the latest.
-            note: note that is kept with the request.
+            note: note that is stored with the request.
             request_id: identifies the call when it is repeated, 1 to 64 letters, digits, ``-`` or ``_``; by default a new ID. The ID of the
                 request itself comes from the service: `RefRequest.request_id`.
 
@@ -315,7 +316,7 @@ class Client(OperationMethods):
 
         Raises:
             PermissionDenied: the tag is protected, and no scope of this client names it.
-            FailedPrecondition: the request was withdrawn, superseded, or has expired.
+            FailedPrecondition: the request was withdrawn or superseded, or it has expired.
         """
         return self._connection.run(ref_calls.request_ref(model, ref, version, note, request_id))
 
@@ -326,52 +327,55 @@ class Client(OperationMethods):
         return self._connection.run(ref_calls.request_by(table.DELETE_REF, model, ref, note, request_id))
 
     def ref_requests(self, model: str) -> list[RefRequest]:
-        """Requests to change protected refs, in the order in which they were made: pending ones, and the last ones that have ended."""
+        """Return the requests to change protected refs, oldest first: the pending ones, and the most recent ones that have ended."""
         return list(self._connection.run(ask(table.LIST_REFS, model=model)).requests)
 
     def protections(self, model: str) -> list[Protection]:
-        """The protected refs of a model, with the requirements for their changes. Raises NotFound."""
+        """Return the protected refs of a model, with the requirements for changing them. Raises NotFound."""
         return list(self._connection.run(ask(table.LIST_REFS, model=model)).protections)
 
     def unprotect_ref(self, model: str, ref: str, *, note: str = "", request_id: str = "") -> RefRequest:
-        """Protect a ref no longer, or request that. It needs the same scope and approvals as moving the ref; see `request_ref`."""
+        """Remove the protection of a ref, or request its removal. This needs the same scope and approvals as moving the ref; see
+        `request_ref`.
+        """
         return self._connection.run(
             ref_calls.request_by(table.DELETE_PROTECTION, model, ref, note, request_id)
         )
 
     def tensor_digests(self, model: str, version: str | int | None = None) -> Mapping[str, str]:
-        """XXH3-128 of each tensor's bytes by name, as 32 hex digits, from the manifest of a version; by default of the latest.
+        """Return the XXH3-128 of each tensor's bytes by name, as 32 hex digits, from the manifest of a version; by default of the latest.
 
         Raises:
-            NotFound: no such model or version.
+            NotFound: the model or version does not exist.
             FailedPrecondition: the version is not durable yet.
         """
         return self._connection.run(version_calls.tensor_digests(model, version))
 
     def signatures(self, model: str, version: str | int | None = None) -> tuple[Signature, ...]:
-        """All signatures of a version, by any signer; by default of the latest. Raises NotFound, and FailedPrecondition if the version is
-        not durable."""
+        """Return all signatures of a version, by any signer; by default of the latest. Raises NotFound, and FailedPrecondition if the
+        version is not durable.
+        """
         return self._connection.run(version_calls.get_signatures(model, version))[1]
 
     def approve(
         self, model: str, version: str | int | None = None, *, note: str = "", by: str = ""
     ) -> Version:
-        """Release a held version: ``live`` and ``latest`` may name it, if it is newer than the version that they name. Repeating it is
-        harmless.
+        """Release a held version: ``live`` and ``latest`` may then name it, if it is newer than the version that they name. Calling this
+        again is harmless.
 
         Args:
             model: the model.
             version: number of the version; None if ``model`` names it, as ``acme/smol@17`` does.
-            note: note that is kept with the approval.
-            by: name of the approver, if the service has no policy; by default the address that the service sees. Under a policy it is the
-                caller's identity.
+            note: note that is stored with the approval.
+            by: name of the approver, if the service has no policy; by default the caller's address as the service sees it. If the service
+                has a policy, it records the caller's identity instead.
 
         Returns:
             The version after the approval. A version that was not held is unchanged.
 
         Raises:
-            NotFound: no such model or version.
-            FailedPrecondition: the version is not complete yet, or was retired.
+            NotFound: the model or version does not exist.
+            FailedPrecondition: the version is not complete yet, or it was retired.
 
         Examples:
             >>> held = trainer.push_state_dict("acme/smol", model, step=200, candidate=True).wait()
@@ -386,13 +390,13 @@ class Client(OperationMethods):
     def delete_model(self, model: str, *, force: bool = False) -> DeletedModel:
         """Delete a model with all of its versions, refs and rules.
 
-        The name can be registered again at once, also with other tensors. Version numbers continue, so that none is used twice. Running
-        streams may continue for a grace time; then collections delete the versions' objects.
+        The name can be registered again immediately, even with other tensors. Version numbers continue, so that a number is never used
+        twice. Running streams may continue for a grace time; then collections delete the versions' objects.
 
         Args:
             model: the model.
-            force: whether to delete the model even if it is the base of adapters. The versions of these then report that their base was
-                deleted.
+            force: whether to delete the model even if it is the base of adapters. Versions of these adapters then report that their base
+                was deleted.
 
         Raises:
             NotFound: the model is not registered.
@@ -403,21 +407,22 @@ class Client(OperationMethods):
     def abort(
         self, model: str, version: str | int | None = None, reason: str = "aborted by a client"
     ) -> Version:
-        """Abort a version, by its number, that is not visible yet, or that cannot be made durable.
+        """Abort a version, given by its number, that is not visible yet or cannot be made durable.
 
         A version that cannot be made durable stays visible until a newer version is visible; the service stops trying to store it.
 
         Raises:
-            NotFound: no such model or version.
-            FailedPrecondition: the version is visible, and nothing keeps it from becoming durable.
+            NotFound: the model or version does not exist.
+            FailedPrecondition: the version is visible, and nothing prevents it from becoming durable.
         """
         return self._connection.run(push_calls.abort(model, version, reason))
 
     def engines(self, model: str | None = None) -> list[Engine]:
-        """Engines whose agents have reported lately, by model and address: the version that each serves, and how far it is behind its ref.
+        """Return the engines whose agents have reported recently, ordered by model and address, with the version that each serves and how
+        far it is behind its ref.
 
         Args:
-            model: ``namespace/name``; None for the engines of all models that this client may look at.
+            model: ``namespace/name``; None for the engines of all models that this client may see.
 
         Raises:
             NotFound: the model is not registered.
@@ -426,5 +431,5 @@ class Client(OperationMethods):
 
 
 def manifest_of(client: Client, model: str, number: int) -> ManifestText:
-    """The manifest of a version. Raises as `get_manifest`."""
+    """Return the manifest of a version. Raises the errors of `get_manifest`."""
     return client._connection.run(version_calls.get_manifest(model, number))

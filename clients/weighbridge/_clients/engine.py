@@ -1,4 +1,4 @@
-"""Client of an engine rank: pulls exactly its slices of a version, and watches refs."""
+"""Client of an engine rank. It pulls exactly the rank's slices of a version, and watches refs."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ __all__ = ["EngineClient", "Pull"]
 
 
 class Pull:
-    """A pull that is about to begin: iterate over it to get ``(name, tensor)``, each as soon as it is complete.
+    """A pull that has not started yet. Iterating over it yields ``(name, tensor)`` pairs, each as soon as the tensor is complete.
 
-    Tensors are in host memory, with the shape of the slice. Iterating again pulls again. On the service's machine a tensor is a view
-    of the version if its slice is contiguous there. Such a view costs no copy, writes to it are private to this process, and the
-    service holds the version as long as the tensor exists.
+    Tensors are in host memory and have the shape of the slice. Iterating again pulls again. On the service's machine a tensor is a view of
+    the version if its slice is contiguous there. Such a view is not a copy. Writes to it are private to this process, and the service holds
+    the version as long as the tensor exists.
 
     Attributes:
-        version: the version. It stays the same if the ref moves.
-        layout: the slices in the order in which they come.
-        nbytes: bytes of all slices.
+        version: the version. It does not change if the ref moves.
+        layout: the slices in the order in which the pull yields them.
+        nbytes: total bytes of all slices.
         lane: lane of the slices, ``local`` or ``grpc``; empty before the pull.
-        lane_reason: reason why the lane was not ``local``, if that was wanted.
+        lane_reason: reason why the lane was not ``local``, if that was requested.
 
     Examples:
         >>> pull = engine.pull("acme/smol@1", layout=FullTensors(("model.norm.weight",)))
@@ -82,28 +82,30 @@ class Pull:
         strict: bool = True,
         adapter_name: str = "default",
     ) -> Filled:
-        """Fill a model in place. Nothing is changed unless all tensors fit.
+        """Fill a model in place. If any tensor does not fit, nothing is changed.
 
-        A version of an adapter fills an adapter of a peft model. Whether the wrapped model is the base of the version is not checked.
+        A version of an adapter fills an adapter of a peft model. The pull does not check whether the wrapped model is the base of the
+        version.
 
         Args:
-            target: a module, or a state dict. Its tensors are plain ones with the slices' shapes on any device, or DTensors, of which each
-                rank pulls its own part. Names are Hugging Face's, after prefixes of torch.compile, DDP and FSDP are stripped. Of several
-                names that share memory one is enough. A mapping's tensors are written to, not replaced.
-            cast: ``exact`` casts to a wider floating-point dtype, and refuses others; ``allow`` casts to any; ``never`` to none. To make
-                the service cast, which may transfer fewer bytes, give the ``dtype`` of the pull.
-            strict: whether target and pull must have the same tensors. If not, the common ones are filled.
+            target: a module or a state dict. Its tensors are plain tensors with the slices' shapes, on any device, or DTensors; each rank
+                pulls its own part of a DTensor. Names are Hugging Face's, after prefixes of torch.compile, DDP and FSDP are stripped. If
+                several names share memory, one of them is enough. The tensors of a mapping are written to, not replaced.
+            cast: ``exact`` casts only to a wider floating-point dtype, and refuses others; ``allow`` casts to any floating-point dtype;
+                ``never`` does not cast. To make the service cast, which may transfer fewer bytes, pass ``dtype`` to `EngineClient.pull`.
+            strict: whether target and pull must have the same tensors. If False, the common ones are filled.
             adapter_name: name of the adapter in a peft model.
 
         Returns:
             The tensors that were filled, and the version.
 
         Raises:
-            InvalidArgument: ``target`` is neither a module nor a state dict, ``cast`` is unknown, or the model has no such adapter.
+            InvalidArgument: ``target`` is neither a module nor a state dict, ``cast`` is unknown, or the model does not have an adapter
+                named ``adapter_name``.
             LayoutError: tensors are missing, unexpected, or of another shape or dtype; or LoRA adapters are not merged, or are merged in a
                 fill of an adapter (names each tensor).
-            FailedPrecondition: the version is an adapter, but the module has none, or its adapter computes something else, for example with
-                another ``lora_alpha``.
+            FailedPrecondition: the version is an adapter, but the module does not have one, or its adapter computes something else, for
+                example because it has another ``lora_alpha``.
 
         Examples:
             >>> engine.pull("acme/smol@1").into(model)
@@ -123,15 +125,15 @@ class Pull:
         return fill.report
 
     def filled(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pull into tensors that the caller makes, while the caller iterates over the result.
+        """Pull into tensors that the caller provides, while the caller iterates over the result.
 
         Args:
-            tensor_for: returns the tensor for the placement of the layout with an index, on any device. It is called in the order of
-                placements. For tensors on GPUs it is called ahead of the yielded ones, so that copy engines stay busy: by about 64 MB,
-                and not beyond a tensor that shares memory with one that has not been yielded.
+            tensor_for: returns the tensor for a placement of the layout, given its index. The tensor may be on any device. The function is
+                called in the order of placements. For tensors on GPUs it is called before they are due, so that copy engines stay busy:
+                about 64 MB ahead of the yielded ones, but not beyond a tensor that shares memory with one that has not been yielded.
 
         Yields:
-            Name and tensor, each as soon as the tensor is complete.
+            Name and tensor, as soon as the tensor is complete.
         """
         with self._transfer() as transfer:
             for step in transfer.filled(tensor_for):
@@ -143,14 +145,14 @@ class Pull:
         On the service's machine nothing is transferred: the service holds the version as long as the result exists.
 
         Args:
-            buffer: buffer of a `HostSlices` that an earlier call returned, to be reused; its content is lost.
+            buffer: buffer of a `HostSlices` that an earlier call returned. It is reused, and its content is overwritten.
             pin: whether GPUs will copy from the slices.
         """
         with self._transfer() as transfer:
             return transfer.bring(buffer, pin=pin)
 
     def stream(self) -> Iterator[memoryview]:
-        """The checked bytes of the slices by gRPC, concatenated, in pieces of at most 1 MiB."""
+        """Yield the checked bytes of the slices over gRPC, concatenated, in pieces of at most 1 MiB."""
         return PullRun(self._connection, self._plan).stream()
 
     @contextmanager
@@ -171,7 +173,7 @@ class EngineClient(Client):
     """Client of an engine; one for each rank.
 
     Args:
-        server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
+        server: ``host:port`` of the service's gRPC server; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
         retry_seconds, lane, connections, credentials: see `Client`.
 
     Examples:
@@ -200,13 +202,13 @@ class EngineClient(Client):
             model: ``namespace/name``.
             version: a number or a ref; by default the latest.
             layout: `FullTensors` (the default), `TensorParallel` or `Boxes`.
-            dtype: dtype to which the service casts floating-point tensors before it sends them, such as ``bf16``; None for no cast.
+            dtype: dtype to which the service casts floating-point tensors before it sends them, such as ``bf16``; None does not cast.
 
         Returns:
             The pull, which yields ``(name, tensor)`` when iterated over.
 
         Raises:
-            NotFound: no such model, version, ref or tensor.
+            NotFound: the model, version, ref or tensor does not exist.
             InvalidArgument: the layout does not fit the model, or a tensor cannot be cast (names the tensor).
             FailedPrecondition: the version is not ready.
 
@@ -239,15 +241,15 @@ class EngineClient(Client):
             model: ``namespace/name``.
             version: a number or a ref; None for the version that ``model`` names.
             folder: a new or empty folder.
-            dtype: dtype to which the service casts floating-point tensors, such as ``bf16``; None for no cast.
-            max_shard_bytes: largest size of a safetensors file.
+            dtype: dtype to which the service casts floating-point tensors, such as ``bf16``; None does not cast.
+            max_shard_bytes: maximum size of a safetensors file.
             on_progress: called with the bytes written so far and the total.
 
         Returns:
             The version that was written.
 
         Raises:
-            NotFound: no such model or version.
+            NotFound: the model or version does not exist.
             InvalidArgument: the folder is not empty, the dtype is unknown, or a tensor cannot be cast (names the tensor).
 
         Examples:
@@ -290,14 +292,14 @@ def read_arriving(
         model: ``namespace/name``.
         number: number of the version.
         request: the slices.
-        layout: layout of the slices in an earlier version.
+        layout: layout that the slices had in an earlier version.
 
     Returns:
         The slices; `ReadLoan.arrivals` tells which of them may be read.
 
     Raises:
-        FailedPrecondition: the version has other tensors, also arrives at other replicas, or cannot be granted to this process.
-        WeighbridgeError: the version has failed, or the service is gone.
+        FailedPrecondition: the version has other tensors, other replicas receive parts of it too, or it cannot be granted to this process.
+        WeighbridgeError: the version has failed, or the service is unreachable.
     """
     lane = client._connection.lane
     if not lane.wanted:

@@ -24,20 +24,21 @@ class PushReport:
     """Cost of one rank's push.
 
     Attributes:
-        held_seconds: seconds for which `push` held the rank. If weights and a training state are copied together, each counts from its
-            own beginning.
-        copy_seconds: seconds in which the shards were copied out. They are part of `held_seconds`, unless a thread copied while the rank
-            went on (from host memory, or until a step).
+        held_seconds: seconds for which `push` blocked the rank. If weights and a training state are copied together, the time of each
+            counts from its own beginning.
+        copy_seconds: seconds that copying the shards took. They are part of `held_seconds`, unless a thread copied while the rank continued
+            (from host memory, or until a step).
         stream_bytes: bytes that this rank pushed.
-        stream_seconds: seconds in which the bytes were delivered, while the rank went on.
+        stream_seconds: seconds that delivering the bytes took, while the rank continued.
         lane: ``local``, ``grpc``, or ``mixed`` if a replica on another machine writes some of the files.
-        lane_reason: reason why the lane was not ``local``, if that was wanted.
-        local_bytes: number of bytes that were written to shared memory; the others went by gRPC.
+        lane_reason: reason why the lane was not ``local``, if that was requested.
+        local_bytes: number of bytes that were written to shared memory; the others were sent over gRPC.
         cast_tensors: number of tensors that were cast to the model's dtypes.
-        widened_tensors: number of these casts that are exact, to a dtype that contains all values of the tensor's dtype.
+        widened_tensors: number of these tensors whose cast is exact, because the model's dtype can represent all values of the tensor's
+            dtype.
         nonfinite_elements: number of elements that this rank pushed and that are NaN or infinite in the model's dtypes. An element that
-            occurs twice in the version's files counts twice. None if a custom source of the push does not count them.
-        nonfinite_tensors: this rank's names of the first 20 tensors with such elements, with their counts.
+            occurs twice in the version's files counts twice. None if the push has a custom source that does not count them.
+        nonfinite_tensors: the first 20 tensors with such elements, by this rank's names, with their counts.
     """
 
     held_seconds: float
@@ -54,7 +55,8 @@ class PushReport:
 
 
 class PushHandle:
-    """A push that is being delivered. The shards have been copied out, unless the copy is deferred, so the rank may change its tensors.
+    """A push that is being delivered. The shards have been copied, so the rank may change its tensors, unless the copy is deferred
+    (``until``).
 
     Attributes:
         model: the model.
@@ -87,7 +89,7 @@ class PushHandle:
 
     @classmethod
     def of_skipped(cls, connection: Connection, model: str, error: Exception) -> PushHandle:
-        """The handle of a push that failed in the call, with ``on_failure="warn"``."""
+        """Return the handle of a push that failed in the call, with ``on_failure="warn"``."""
         report: Future[PushReport] = Future()
         report.set_exception(error)
         handle = cls(connection, model, 0, 0, report)
@@ -101,7 +103,7 @@ class PushHandle:
             timeout: seconds; None waits without limit.
 
         Returns:
-            Whether the rank may change its tensors; also true if copying them failed.
+            Whether the rank may change its tensors; True also if copying them failed.
         """
         return self._copying is None or self._copying.ended.wait(timeout)
 
@@ -117,7 +119,7 @@ class PushHandle:
         return self._held_seal is None and self.done and self._report.exception() is None
 
     def seal(self) -> None:
-        """Seal a rank whose seal was held. Without it the version cannot become visible. Does nothing if the rank is sealed already.
+        """Seal a rank whose seal was held. Otherwise the version cannot become visible. Does nothing if the rank is already sealed.
 
         Raises:
             WeighbridgeError: this rank's push failed, or the version failed or was aborted.
@@ -138,7 +140,7 @@ class PushHandle:
         return self._connection.closed
 
     def report(self, timeout: float | None = None) -> PushReport:
-        """Wait until this rank has sealed, or its bytes have arrived if its seal is held, and return the cost of its push.
+        """Wait until this rank has sealed its push, or until its bytes have arrived if its seal is held. Return the cost of its push.
 
         Raises:
             WeighbridgeError: the push failed.
@@ -175,7 +177,8 @@ class PushHandle:
             WeighbridgeError: this rank's push failed.
             DeadlineExceeded: the version did not reach the state within ``timeout`` seconds.
 
-        A held version (`Version.held`) is waited for like any other. Without ``on_progress`` a warning is logged for it.
+        The method waits for a held version (`Version.held`) like for any other. Without ``on_progress`` it logs a warning for a held
+        version.
 
         Examples:
             >>> handle = trainer.push_state_dict("acme/smol", model, step=200)

@@ -18,18 +18,18 @@ __all__ = ["PushOptions"]
 
 
 class PushOptions(TypedDict, total=False):
-    """Options of every method that pushes. All ranks of a push give the same options, or only some ranks give any.
+    """Options of every method that pushes. Ranks of a push that give options must give the same ones; the others give none.
 
     Attributes:
-        metadata: texts, finite numbers and booleans that are kept with the version: at most 32, with keys of up to 64 letters, digits
-            and ``_ . / -``, and 4 KiB in all.
+        metadata: strings, finite numbers and booleans that are stored with the version: at most 32 entries and 4 KiB in total. Keys have up
+            to 64 letters, digits and ``_ . / -``.
         candidate: hold the version: ``live`` and ``latest`` skip it until it is approved (`Client.approve`).
         allow_nonfinite: do not hold the version if elements are NaN or infinite, as the service does by default.
-        golden: at most 16 golden prompts, which agents ask their engines when these serve the version; or the path of a file from
-            ``weighbridge golden``. They are kept in the metadata, and count towards its 4 KiB.
-        max_drift: largest difference of log probabilities that engines may have for the golden prompts; by default that of the file, or
-            none.
-        max_hold_s: seconds for which all waits of the call together may hold the rank: for the service, other ranks, memory and earlier
+        golden: at most 16 golden prompts, which agents send to their engines when the engines serve the version; or the path of a file from
+            ``weighbridge golden``. They are stored in the metadata, and count towards its 4 KiB.
+        max_drift: maximum difference between the log probabilities of an engine and those of the golden prompts; by default that of the
+            file, or no limit.
+        max_hold_s: seconds for which the call may block the rank in total while it waits for the service, other ranks, memory and earlier
             pushes. The push fails after that. By default each wait has its own timeout (`retry_seconds` of the client; 300 s for ranks).
         on_failure: ``raise``, the default; or ``warn``, which logs the reason and returns a handle of the skipped push
             (`PushHandle.skipped`).
@@ -56,7 +56,7 @@ def check_options(options: Mapping[str, object]) -> None:
     """Refuse unknown options of a push, so that nothing is pushed without the intended options.
 
     Raises:
-        TypeError: an option is unknown, as for an unknown keyword of a function.
+        TypeError: an option is unknown, as when a function is called with an unknown keyword.
         InvalidArgument: the value of ``max_hold_s`` or ``on_failure`` is invalid.
     """
     for name in options.keys() - PushOptions.__annotations__.keys():
@@ -65,7 +65,7 @@ def check_options(options: Mapping[str, object]) -> None:
 
 
 def check_options_of_each(options: Mapping[str, object]) -> None:
-    """Refuse options for many pushes that only make sense for one. Raises as `check_options`, and InvalidArgument."""
+    """Refuse options that make sense for one push but not for many. Raises the errors of `check_options`, and InvalidArgument."""
     check_options(options)
     for name in ("golden", "max_drift"):
         if options.get(name) is not None:
@@ -76,7 +76,7 @@ def check_options_of_each(options: Mapping[str, object]) -> None:
 
 
 def say(opening: pb.OpenVersionRequest, options: PushOptions) -> None:
-    """Put options into a request. Raises InvalidArgument, and as `check_options`."""
+    """Put options into a request. Raises InvalidArgument and the errors of `check_options`."""
     check_options(options)
     metadata = options.get("metadata")
     golden = golden_of(options.get("golden"), options.get("max_drift"))

@@ -37,43 +37,44 @@ _MOST = 2**53
 REF_LIVE = "live"
 """The newest version that is complete and not held; it may not be verified or in the object store yet."""
 REF_LATEST = "latest"
-"""The newest version in the object store that is not held. Once it names a version it always names one. The retention decides when a
-version that it no longer names is deleted."""
+"""The newest version in the object store that is not held. Once this ref names a version, it always names one. The retention rules
+determine when a version that it no longer names is deleted.
+"""
 RECEIVING = "receiving:"
 """Pseudo-ref for watches: the newest version that is being received and may become ``live``. No ref can have this name."""
 HELD_CANDIDATE = "candidate"
-"""Reason for which a version is held: its trainer pushed it as a candidate, or the gate of its model requires approval."""
+"""Reason why a version is held: its trainer pushed it as a candidate, or the gate of its model requires approval."""
 HELD_NONFINITE = "nonfinite"
-"""Reason for which a version is held: some of its elements are NaN or infinite."""
+"""Reason why a version is held: some of its elements are NaN or infinite."""
 
 
 REQUEST_MOVE, REQUEST_DELETE = "move", "delete"
 REQUEST_PROTECT, REQUEST_UNPROTECT = "protect", "unprotect"
-"""Actions of a request for a protected ref: move it to a version, delete it, protect it, or protect it no longer."""
+"""Actions of a request for a protected ref: move it to a version, delete it, protect it, or remove its protection."""
 REQUEST_PENDING, REQUEST_DONE = "pending", "done"
 REQUEST_WITHDRAWN, REQUEST_SUPERSEDED, REQUEST_EXPIRED = "withdrawn", "superseded", "expired"
-"""States of a request: it waits for approval, was carried out, or will not be carried out, for one of three reasons."""
+"""States of a request: it waits for approval, it was carried out, or it will not be carried out, for one of three reasons."""
 
 
 class VersionState(enum.Enum):
-    """State of a version. docs/design.md lists the guarantees of each."""
+    """State of a version. docs/design.md lists the guarantees of each state."""
 
     OPEN = "open"
-    """The version has a number. Not all ranks have declared, or there is no memory for it yet."""
+    """The version has a number. Not all ranks have declared yet, or the service has no memory for the version yet."""
     RECEIVING = "receiving"
-    """The service has planned the push, and bytes arrive."""
+    """The service has planned the push, and bytes are arriving."""
     READY = "ready"
     """The version is complete: every byte is in the memory of a live replica, and no writer can change it."""
     VERIFIED = "verified"
-    """The service has computed digests of these bytes, and compared a sample with what ranks sent."""
+    """The service has computed digests of these bytes, and compared a sample with the bytes that ranks sent."""
     DURABLE = "durable"
-    """The version is verified, in the object store, and part of history."""
+    """The version is verified, in the object store, and part of the history."""
     FAILED = "failed"
-    """The push failed before the version was visible, or the version was lost before it was durable."""
+    """The push failed before the version became visible, or the version was lost before it became durable."""
     ABORTED = "aborted"
     """A caller aborted the version."""
     RETIRED = "retired"
-    """The version is no longer part of history. Callers can read it by its number until the end of the grace time."""
+    """The version is no longer part of the history. Callers can read it by its number until the grace time ends."""
 
     @property
     def visible(self) -> bool:
@@ -127,7 +128,7 @@ class Version(JsonValue):
     run: str = ""
     """Run of the trainer."""
     ranks: int = 0
-    """Number of trainer ranks that push the version; 0 if no longer known."""
+    """Number of trainer ranks that push the version; 0 if it is no longer known."""
     sealed_ranks: int = 0
     """Number of ranks that have pushed all their bytes."""
     tensor_bytes: int = 0
@@ -135,26 +136,27 @@ class Version(JsonValue):
     received_bytes: int = 0
     """Bytes of the tensors that have arrived."""
     nonfinite_elements: int = 0
-    """Number of elements that are NaN or infinite; until the version is verified, the number that its ranks have counted."""
+    """Number of elements that are NaN or infinite. Until the version is verified, this is the number that its ranks have counted."""
     create_time_ms: int = 0
     """Unix time in milliseconds."""
     ready_time_ms: int = 0
-    """Unix time in milliseconds; 0 if not yet, or no longer known."""
+    """Unix time in milliseconds; 0 if this has not happened yet, or the time is no longer known."""
     verified_time_ms: int = 0
-    """Unix time in milliseconds; 0 if not yet, or no longer known."""
+    """Unix time in milliseconds; 0 if this has not happened yet, or the time is no longer known."""
     durable_time_ms: int = 0
-    """Unix time in milliseconds; 0 if not yet, or no longer known."""
+    """Unix time in milliseconds; 0 if this has not happened yet, or the time is no longer known."""
     error: str = ""
-    """Reason why the version failed, is not durable yet, or was retired; empty if all is well."""
+    """Reason why the version failed, is not durable yet, or was retired; empty if it has no problem."""
     error_details: tuple[str, ...] = ()
     """One line for each tensor, box or rank concerned."""
     held: tuple[str, ...] = ()
-    """Reasons for which `live` and `latest` skip the version: `nonfinite` (elements are NaN or infinite), `candidate` (it waits for
-    approval), or what a later release adds. Empty if it is not held."""
+    """Reasons why `live` and `latest` skip the version: `nonfinite` (elements are NaN or infinite), `candidate` (it waits for approval), or
+    a reason that a later release adds. Empty if the version is not held.
+    """
     approved_reasons: tuple[str, ...] = ()
-    """Reasons for which the version was held, and that were approved."""
+    """Reasons that were approved, of those for which the version was held."""
     approved_by: str = ""
-    """Name of the last approver, as stated with the approval."""
+    """Name of the last approver, as given with the approval."""
     approved_time_ms: int = 0
     """Unix time of the last approval in milliseconds; 0 if there was none."""
     approved_note: str = ""
@@ -163,7 +165,8 @@ class Version(JsonValue):
     """Metadata that was pushed with the version."""
     waits_for: tuple[str, ...] = ()
     """Reasons why a version that is being received is not complete yet, such as ranks that have not declared or sealed. Empty at a replica
-    to which no rank of the version pushes."""
+    that does not receive pushes of the version's ranks.
+    """
     traceparent: str = ""
     """Trace of the push (W3C Trace Context); empty if it is not traced."""
 
@@ -183,17 +186,17 @@ class Version(JsonValue):
 
     @property
     def base(self) -> BaseVersion | None:
-        """The base of a version of an adapter; null for any other version. `error` says so if the base was deleted."""
+        """The base of a version of an adapter; null for any other version. If the base was deleted, `error` reports it."""
         return BaseVersion.of(self.metadata)
 
     def check_whole(self) -> None:
-        """Raise FailedPrecondition for a version of an adapter, where a version of a whole model is needed."""
+        """Raise FailedPrecondition if this is a version of an adapter. Called where a version of a whole model is needed."""
         if self.base is not None:
             raise _no_whole_model(self.model, str(self.base))
 
     @property
     def approval_text(self) -> str:
-        """The approved reasons, with the approver and the note, as text; empty if none was approved."""
+        """Return the approved reasons, with the approver and the note, as text; empty if no reason was approved."""
         by = f" by {self.approved_by}" if self.approved_by else ""
         note = f": {self.approved_note}" if self.approved_note else ""
         return f"{', '.join(self.approved_reasons)}{by}{note}" if self.approved_reasons else ""
@@ -204,17 +207,17 @@ def _seconds(begun_ms: int, ended_ms: int) -> float | None:
 
 
 def refs_text(refs: Mapping[str, int]) -> str:
-    """Refs with the versions that they name, as text; a dash if there are none."""
+    """Return refs and the versions that they name as text; a dash if the model has no refs."""
     return ", ".join(f"{ref}={number}" for ref, number in sorted(refs.items())) or "-"
 
 
 def refs_of(refs: Mapping[str, int], number: int) -> tuple[str, ...]:
-    """The refs that name a version, in order."""
+    """Return the refs that name a version, in order."""
     return tuple(sorted(ref for ref, named in refs.items() if named == number))
 
 
 def why_failed(version: Version) -> str:
-    """Sentence that says that a version failed, and why."""
+    """Return a sentence that reports that a version failed, and why."""
     named = f"{version.model}@{version.number}"
     return (
         version.error
@@ -224,7 +227,7 @@ def why_failed(version: Version) -> str:
 
 
 def why_held(version: Version) -> str:
-    """Text that says why a version is held, and how to release it."""
+    """Return a text that explains why a version is held, and how to release it."""
     count = version.nonfinite_elements
     elements = f"{count} of its elements are" if count != 1 else "one of its elements is"
     reasons = {
@@ -269,19 +272,19 @@ class Model(JsonValue):
     refs: Mapping[str, int] = field(default_factory=dict)
     """Version number by ref."""
     weight_map: bool = True
-    """Whether the tensors also have Megatron-core's names; otherwise they have only the names in the model's files."""
+    """Whether the tensors also have Megatron-core's names. If not, they have only the names in the model's files."""
     adapters: tuple[str, ...] = ()
-    """Adapters whose base is a version of this model, without those that the caller may not look at."""
+    """Adapters whose base is a version of this model, except those that the caller may not see."""
     base: str = ""
-    """Base of an adapter's newest version; empty for any other model."""
+    """Base of the newest version, if the model is an adapter; empty for any other model."""
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the versions are peft adapters, each on a version of another model."""
+        """Whether the versions are peft adapters, each based on a version of another model."""
         return is_adapter(self.files)
 
     def check_whole(self) -> None:
-        """Raise FailedPrecondition for an adapter, where a whole model is needed."""
+        """Raise FailedPrecondition if this is an adapter. Called where a whole model is needed."""
         if self.is_adapter:
             raise _no_whole_model(self.name, self.base)
 
@@ -295,20 +298,21 @@ def _no_whole_model(name: str, base: str) -> FailedPrecondition:
 
 @dataclass(frozen=True, slots=True)
 class Retention(JsonValue):
-    """Rules by which versions of a model are kept. A version is kept if a ref names it or a rule matches it. Without rules all are kept.
+    """Rules by which versions of a model are kept. A version is kept if a ref names it or a rule matches it. Without rules, all versions
+    are kept.
 
     Raises:
         InvalidArgument: a rule is not an integer from 0 to 2**53.
     """
 
     keep_last: int = 0
-    """Keep this many of the newest versions; 0 is no rule."""
+    """Keep this many of the newest versions; 0 disables the rule."""
     keep_every: int = 0
-    """Keep the first existing version of each block of this many consecutive numbers; 0 is no rule."""
+    """Keep the first existing version of each block of this many consecutive numbers; 0 disables the rule."""
     keep_younger_s: int = 0
-    """Keep versions that were opened less than this many seconds ago; 0 is no rule."""
+    """Keep versions that were opened less than this many seconds ago; 0 disables the rule."""
     keep_every_steps: int = 0
-    """Keep the first existing version of each block of this many consecutive steps of a run; 0 is no rule."""
+    """Keep the first existing version of each block of this many consecutive steps of a run; 0 disables the rule."""
 
     def __post_init__(self) -> None:
         for name, value in self.to_json().items():
@@ -317,12 +321,12 @@ class Retention(JsonValue):
 
     @property
     def keeps_everything(self) -> bool:
-        """Whether there is no rule, so that nothing is deleted."""
+        """Whether no rule is set, so that nothing is deleted."""
         return not any(self.to_json().values())
 
     @property
     def text(self) -> str:
-        """The kept versions as text."""
+        """Text that describes the versions that are kept."""
         rules = (
             (self.keep_last, f"the last {self.keep_last}"),
             (self.keep_every_steps, f"one of every {self.keep_every_steps} steps"),
@@ -337,17 +341,17 @@ class Retention(JsonValue):
 class Gate(JsonValue):
     """Rules by which versions of a model are held. ``live`` and ``latest`` skip a held version until it is approved.
 
-    A change of the rules applies to versions that are opened after it.
+    Changed rules apply to versions that are opened after the change.
     """
 
     approval_required: bool = False
     """Whether each version is held as a candidate."""
     allow_nonfinite: bool = False
-    """Whether versions with NaN or infinite elements are not held for that reason."""
+    """Whether NaN or infinite elements are not a reason to hold a version."""
 
     @property
     def text(self) -> str:
-        """The held versions as text."""
+        """Text that describes the versions that are held."""
         every = ["every version, as a candidate"] if self.approval_required else []
         broken = [] if self.allow_nonfinite else ["versions with NaN or infinite elements"]
         return " and ".join([*every, *broken]) or "what is pushed as a candidate"
@@ -355,12 +359,12 @@ class Gate(JsonValue):
 
 @dataclass(frozen=True, slots=True)
 class Protection(JsonValue):
-    """Requirements for a change of a protected ref: a scope that names the ref, and the approval of other identities."""
+    """Requirements for changing a protected ref: a scope that names the ref, and the approval of other identities."""
 
     ref: str
-    """The ref, whether it exists or not."""
+    """The ref, which need not exist."""
     approvals: int = 0
-    """Number of identities, other than the one that requests a change, that must approve it."""
+    """Number of other identities that must approve a change that an identity requests."""
 
     @property
     def text(self) -> str:
@@ -390,13 +394,13 @@ class RefRequest(JsonValue):
     ref: str
     """The ref."""
     action: str
-    """`move`, `delete`, `protect` or `unprotect`, or what a later release adds."""
+    """`move`, `delete`, `protect` or `unprotect`, or an action that a later release adds."""
     state: str
-    """`pending`, `done`, `withdrawn`, `superseded` by a newer one for the ref, `expired`, or what a later release adds."""
+    """`pending`, `done`, `withdrawn`, `superseded` by a newer request for the ref, `expired`, or a state that a later release adds."""
     version: int = 0
-    """Number of the version that the ref is to name; 0 if none."""
+    """Number of the version that the ref will name; 0 if the request does not name one."""
     request_id: str = ""
-    """ID of the request, by which approvers name it."""
+    """ID of the request, which approvers use to name it."""
     by: str = ""
     """Identity that made the request."""
     note: str = ""
@@ -406,11 +410,11 @@ class RefRequest(JsonValue):
     expire_time_ms: int = 0
     """Unix time in milliseconds."""
     close_time_ms: int = 0
-    """Time at which the request ended; Unix time in milliseconds, 0 if it has not."""
+    """Unix time in milliseconds at which the request ended; 0 if it has not ended."""
     closed_by: str = ""
     """Identity whose call ended the request; empty if it expired."""
     previous: int = 0
-    """Number of the version that the ref named before the change; 0 if none."""
+    """Number of the version that the ref named before the change; 0 if it did not name one."""
     approvals: tuple[RefApproval, ...] = ()
     """Approvals so far."""
     missing: int = 0
@@ -436,12 +440,12 @@ class RefRequest(JsonValue):
 
 @dataclass(frozen=True, slots=True)
 class RefMove(JsonValue):
-    """A ref that was moved, or that a request is to move."""
+    """A ref that was moved, or that a request will move."""
 
     version: Version
-    """The version that the ref names, or is to name."""
+    """The version that the ref names, or will name."""
     request: RefRequest
-    """The request, which is done if the ref was moved."""
+    """The request. Its state is `done` if the ref was moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,7 +457,7 @@ class ModelRefs(JsonValue):
     protections: tuple[Protection, ...]
     """Protected refs."""
     requests: tuple[RefRequest, ...]
-    """Requests to change protected refs, in the order in which they were made: pending ones, and the last ones that have ended."""
+    """Requests to change protected refs, oldest first: the pending ones, and the most recent ones that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,18 +469,18 @@ class Verification(JsonValue):
     tensors_checked: int
     """Number of tensors whose digests were compared."""
     bytes_checked: int
-    """Bytes read."""
+    """Number of bytes read."""
     problems: tuple[str, ...]
-    """One line for each file or tensor that differs; empty if all is well."""
+    """One line for each file or tensor that differs; empty if none differs."""
     nonfinite_elements: int = 0
-    """Number of elements that are NaN or infinite, by the manifest. They do not count as problems of the files."""
+    """Number of elements that are NaN or infinite, according to the manifest. They do not count as problems."""
     sha256: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """SHA-256 of each file by name, as 64 hex digits, if the caller asked for it."""
+    """SHA-256 of each file by name, as 64 hex digits, if the caller requested it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A signature of a version, as it is stored: a bundle of OpenSSF model signing.
+    """A signature of a version, as it is stored: a bundle in the format of OpenSSF model signing.
 
     Attributes:
         id: SHA-256 of the content, as 64 hex digits.
@@ -489,12 +493,12 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class WarmMemory(JsonValue):
-    """Memory that a service has for images of a model's versions.
+    """Memory that the service has allocated for images of a model's versions.
 
     Attributes:
         model: ``namespace/name``.
-        images: number of images that the memory holds, including those of the model's versions.
-        wanted: number of images that a model needs if it is pushed repeatedly.
+        images: number of images that fit in the memory, including those of the model's versions.
+        wanted: number of images that a repeatedly pushed model needs.
         image_bytes: bytes of one image.
     """
 

@@ -1,4 +1,4 @@
-"""Asyncio client of an engine's agent: watches refs, and pulls slices."""
+"""Asyncio client of an engine's agent: it watches refs and pulls slices."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ __all__ = ["AsyncEngineClient"]
 
 
 class AsyncEngineClient(AsyncOperationMethods):
-    """Client of an engine rank for asyncio, one for each rank, with the methods of `weighbridge.EngineClient` that an agent needs.
+    """Asyncio client of an engine; one for each rank. It has the methods of `weighbridge.EngineClient` that an agent needs.
 
-    It belongs to the event loop that it is first used on.
+    It belongs to the event loop on which it is first used.
 
-    Every method may be cancelled, so ``asyncio.timeout`` sets a deadline for any of them. Errors are those of `weighbridge.errors`.
+    Every method may be cancelled, so ``asyncio.timeout`` can set a deadline for any of them. The methods raise the errors of
+    `weighbridge.errors`.
 
     Args:
-        server: ``host:port`` of the service's gRPC port, or several, as for `weighbridge.Client`.
+        server: ``host:port`` of the service's gRPC server, or several addresses, as for `weighbridge.Client`.
         options: as for `weighbridge.Client`.
 
     Raises:
-        InvalidArgument: there is no such lane, or the number of connections is out of range.
+        InvalidArgument: the lane does not exist, or the number of connections is out of range.
 
     Examples:
         >>> async with AsyncEngineClient(server) as client:
@@ -67,16 +68,16 @@ class AsyncEngineClient(AsyncOperationMethods):
 
     @property
     def server(self) -> str:
-        """The service's address; several with commas between them."""
+        """Address of the service; several are separated by commas."""
         return str(self._connection.addresses)
 
     @property
     def retry_seconds(self) -> float:
-        """Seconds for which calls are retried when the service cannot be reached, or has no room."""
+        """Seconds for which a call is retried while the service is unreachable or has no capacity left."""
         return self._connection.retry_seconds
 
     async def close(self) -> None:
-        """Close all connections: calls in flight fail. Tensors that are views of a version stay valid until they are gone."""
+        """Close all connections. Calls in flight fail. Tensors that are views of a version stay valid until they are garbage-collected."""
         if self._connection.closed:
             return
         self._connection.stop()
@@ -90,19 +91,19 @@ class AsyncEngineClient(AsyncOperationMethods):
         await self.close()
 
     async def model(self, model: str) -> Model:
-        """One model. Raises NotFound."""
+        """Return a model. Raises NotFound."""
         return await self._connection.run(ask(table.GET_MODEL, model=model))
 
     async def model_files(self, model: str, version: str | int | None = None) -> dict[str, bytes]:
-        """The files of a version other than its weights; those registered now if no version is named.
+        """Return the files of a version other than its weights; the model's registered files if no version is named.
 
         Raises:
-            NotFound: no such model or version.
+            NotFound: the model or version does not exist.
         """
         return await self._connection.run(model_calls.model_files(model, version))
 
     async def version(self, model: str, version: str | int | None = None) -> Version:
-        """One version, by number or ref. Raises NotFound."""
+        """Return a version, by number or ref; by default the latest. Raises NotFound."""
         return await self._connection.run(version_calls.get_version(model, version))
 
     async def wait_for(
@@ -114,7 +115,7 @@ class AsyncEngineClient(AsyncOperationMethods):
         timeout: float | None = None,  # noqa: ASYNC109  # as the blocking client has it, with its error
         on_progress: Callable[[Version], None] | None = None,
     ) -> Version:
-        """Wait until a version has reached a state; as `Client.wait_for`."""
+        """Wait until a version has reached a state, as `Client.wait_for` does."""
         return await self._connection.run(version_calls.wait_for(model, version, state, timeout, on_progress))
 
     async def versions(
@@ -125,24 +126,24 @@ class AsyncEngineClient(AsyncOperationMethods):
         where: Sequence[str] = (),
         limit: int | None = None,
     ) -> list[Version]:
-        """A model's versions, newest first; as `Client.versions`."""
+        """Return a model's versions, newest first, as `Client.versions` does."""
         listing = version_calls.list_versions(
             model, include_invisible=include_invisible, where=where, limit=limit
         )
         return await self._connection.run(listing)
 
     async def refs(self, model: str) -> dict[str, int]:
-        """Version number by ref."""
+        """Return the version number of each ref."""
         return dict((await self._connection.run(ask(table.LIST_REFS, model=model))).refs)
 
     async def approve(
         self, model: str, version: str | int | None = None, *, note: str = "", by: str = ""
     ) -> Version:
-        """Approve a version, so that it is no longer held; as `Client.approve`."""
+        """Approve a version, so that it is no longer held, as `Client.approve` does."""
         return await self._connection.run(version_calls.approve(model, version, by=by, note=note))
 
     async def watch(self, model: str, ref: str | None = None) -> AsyncGenerator[Version, None]:
-        """The version that a ref names now, then each one that it moves to, without end; as `Client.watch`.
+        """Yield the version that a ref names now, then each version to which it moves, without end, as `Client.watch` does.
 
         Examples:
             >>> versions = client.watch("acme/smol", "latest")
@@ -158,7 +159,7 @@ class AsyncEngineClient(AsyncOperationMethods):
                 yield version
 
     async def watch_refs(self, refs: Iterable[tuple[str, str]]) -> AsyncGenerator[tuple[str, Version], None]:
-        """As `watch`, for several refs, given with their models, over one stream; as `Client.watch_refs`."""
+        """Watch several refs over one stream, as `Client.watch_refs` does. They are given as pairs of model and ref."""
         watch, outage = Watch.begin(refs, self.retry_seconds), Outage(self.server)
         async with self._connection.reminding(lambda: watch.missing):
             while True:
@@ -189,17 +190,16 @@ class AsyncEngineClient(AsyncOperationMethods):
         *,
         dtype: str | torch.dtype | None = None,
     ) -> AsyncPull:
-        """Pull slices of a version; only their bytes are transferred. Nothing happens before the result is awaited or iterated over.
+        """Pull slices of a version. Only their bytes are transferred. The pull starts when the result is awaited or iterated over.
 
         Args:
             model: ``namespace/name``.
             version: a number or a ref; by default the latest.
             layout: `FullTensors` (the default), `TensorParallel` or `Boxes`.
-            dtype: the service casts floating-point tensors to it before it sends them, such as ``bf16``; None keeps
-                them as they are.
+            dtype: dtype to which the service casts floating-point tensors before it sends them, such as ``bf16``; None does not cast.
 
         Returns:
-            ``async for name, tensor in client.pull(...)``; see there for more.
+            The pull, which yields ``(name, tensor)`` in ``async for name, tensor in client.pull(...)``; see `AsyncPull`.
 
         Examples:
             >>> async for name, tensor in client.pull("acme/smol", layout=FullTensors(("model.norm.weight",))):

@@ -1,4 +1,4 @@
-"""Connection of one asyncio client: control calls on the event loop, with the retries and the failover of the blocking one."""
+"""Connection of an asyncio client. It makes control calls on the event loop, with the same retries and failover as the blocking client."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ T = TypeVar("T")
 
 
 class AsyncConnection:
-    """Channels to the service, one for each of its addresses that was used. Belongs to the event loop that it is first used on.
+    """Channels to the service, one for each address that was used. Belongs to the event loop on which it is first used.
 
     Args:
-        addresses: the service's.
+        addresses: addresses of the service.
         credentials: credentials of all connections.
-        retry_seconds: how long calls are retried when the service cannot be reached, or has no room.
-        threads: for computations that would block the loop.
+        retry_seconds: seconds for which calls are retried while the service is unreachable or has no capacity left.
+        threads: threads for computations that would block the loop.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class AsyncConnection:
         self._calls: set[Any] = set()
 
     async def run(self, steps: Steps[T], *, retry_seconds: float | None = None) -> T:
-        """Run the steps of a control call. Returns their result.
+        """Run the steps of a control call, and return their result.
 
         Args:
             steps: the steps.
             retry_seconds: overrides the connection's; 0 for one attempt of each call.
 
         Raises:
-            WeighbridgeError: the service's error, or why the service could not be reached.
+            WeighbridgeError: the service returned an error, or could not be reached.
         """
         seconds = self.retry_seconds if retry_seconds is None else retry_seconds
         try:
@@ -79,11 +79,12 @@ class AsyncConnection:
     async def responses(
         self, path: str, request: bytes, decode: Callable[[bytes], T]
     ) -> AsyncGenerator[T | None, None]:
-        """Responses of a stream without weights; before them None, if the service reports that it has accepted the call. The call ends with
-        the iteration.
+        """Yield the responses of a stream without weights. If the service reports that it has accepted the call, yield None before them.
+        The call ends when the iteration ends.
 
         Raises:
-            WeighbridgeError: the service's error; Unavailable if the connection broke, and the next call goes to the next address.
+            WeighbridgeError: the service returned an error. It is Unavailable if the connection broke; the next call then uses the next
+                address.
         """
         address = self.addresses.current
         try:
@@ -101,7 +102,7 @@ class AsyncConnection:
 
     @asynccontextmanager
     async def reminding(self, missing: Callable[[], Sequence[tuple[str, str]]]) -> AsyncIterator[None]:
-        """Log what the refs wait for while the block runs, as `Connection.reminding`."""
+        """While the block runs, log what the refs wait for, as `Connection.reminding` does."""
         task = asyncio.create_task(self._remind(missing))
         try:
             yield
@@ -112,13 +113,13 @@ class AsyncConnection:
     async def _remind(self, missing: Callable[[], Sequence[tuple[str, str]]]) -> None:
         await asyncio.sleep(waits.REMIND_SECONDS)
         while not self.closed and (refs := missing()):
-            with suppress(WeighbridgeError):  # an outage of the service is logged elsewhere
+            with suppress(WeighbridgeError):  # other code logs an outage of the service
                 for sentence in await self.run(absences(refs), retry_seconds=0.0):
                     log.warning("%s", sentence)
             await asyncio.sleep(waits.REMIND_SECONDS)
 
     def stop(self) -> None:
-        """End all calls: tasks that wait for one get `Unavailable`."""
+        """End all calls. Tasks that wait for a call get `Unavailable`."""
         self.closed = True
         for call in list(self._calls):  # closing the channel does not end calls that are being read
             call.cancel()
@@ -176,7 +177,7 @@ class AsyncConnection:
     def _begun(
         self, address: str, method: Callable[..., Any], request: Any, seconds: float | None = None
     ) -> Iterator[Any]:
-        """Start a call, and cancel it at the end; raises the service's errors as they were raised there."""
+        """Start a call, and cancel it at the end. Raises the errors that the service raised."""
         call = method(request, timeout=seconds, metadata=spans.headers() or None)
         self._calls.add(call)
         try:

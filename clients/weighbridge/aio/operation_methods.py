@@ -35,7 +35,7 @@ class AsyncOperationMethods:
         return await self._connection.run(ask_all(table.LIST_MODELS))
 
     async def set_ref(self, model: str, ref: str, version: str | int | None = None) -> Version:
-        """Let a tag name a version in the object store. One whose change takes approvals is refused: a request asks for it.
+        """Set a tag to a version in the object store. If the change needs approvals, it must be requested: see `Client.request_ref`.
 
         Args:
             model: ``namespace/name``.
@@ -43,8 +43,8 @@ class AsyncOperationMethods:
             version: a number or a ref; by default the latest.
 
         Raises:
-            PermissionDenied: the tag is protected, and no scope of this client's names it.
-            FailedPrecondition: its change takes approvals, and nothing was asked for: see `request_ref`.
+            PermissionDenied: the tag is protected, and no scope of this client names it.
+            FailedPrecondition: the change needs approvals, and it was not requested: see `Client.request_ref`.
 
         Examples:
             >>> version = await client.set_ref("acme/smol", "prod", 1)
@@ -60,9 +60,9 @@ class AsyncOperationMethods:
         ).version
 
     async def delete_ref(self, model: str, ref: str) -> None:
-        """Take a tag away. One whose change takes approvals is refused: a request asks for it.
+        """Delete a tag. If the deletion needs approvals, it must be requested: see `Client.request_ref_deletion`.
 
-        Raises NotFound, and as `set_ref`.
+        Raises NotFound and the errors of `set_ref`.
 
         Args:
             model: ``namespace/name``.
@@ -78,20 +78,20 @@ class AsyncOperationMethods:
         await self._connection.run(ask(table.DELETE_REF, model=model, ref=ref))
 
     async def approve_ref(self, model: str, ref: str, request_id: str, *, note: str = "") -> RefRequest:
-        """Approve a change of a protected ref that another identity has asked for; the last approval that it takes carries it out.
+        """Approve a change of a protected ref that another identity has requested. The last approval that it needs carries it out.
 
-        Repeating it is harmless, and a request that was asked for later is not approved by it.
+        Calling this again is harmless. It does not approve a later request for the same ref.
 
         Args:
             model: ``namespace/name``.
             ref: the ref.
             request_id: the `request_id` of the request.
-            note: kept with the approval.
+            note: note that is stored with the approval.
 
         Raises:
-            PermissionDenied: this identity has asked for it, or has no scope that names the ref.
-            FailedPrecondition: the request was withdrawn, superseded, or has expired.
-            NotFound: there is no such request, or what it names is gone.
+            PermissionDenied: this identity made the request, or has no scope that names the ref.
+            FailedPrecondition: the request was withdrawn or superseded, or it has expired.
+            NotFound: the request does not exist, or what it names no longer exists.
         """
         return await self._connection.run(
             ask(table.APPROVE_REF, model=model, ref=ref, request_id=request_id, note=note)
@@ -100,7 +100,7 @@ class AsyncOperationMethods:
     async def withdraw_ref(self, model: str, ref: str, request_id: str) -> RefRequest:
         """End a request without carrying it out.
 
-        Repeating it is harmless. Raises as `approve_ref`.
+        Calling this again is harmless. Raises the errors of `approve_ref`.
 
         Args:
             model: ``namespace/name``.
@@ -112,7 +112,7 @@ class AsyncOperationMethods:
         )
 
     async def protect_ref(self, model: str, ref: str, *, approvals: int = 0) -> list[Protection]:
-        """Protect a ref, whether it exists or not: only callers with a scope that names the ref can change it then.
+        """Protect a ref, whether it exists or not. Then only callers with a scope that names the ref can change it.
 
         Returns all protected refs of the model.
 
@@ -122,7 +122,7 @@ class AsyncOperationMethods:
             approvals: number of other identities that must approve each change, 16 at most.
 
         Raises:
-            FailedPrecondition: the service has no identities, or the ref takes more approvals now.
+            FailedPrecondition: the service has no identities, or the ref needs more approvals now.
         """
         return await self._connection.run(
             ask_all(table.SET_PROTECTION, model=model, ref=ref, approvals=approvals)
@@ -136,7 +136,7 @@ class AsyncOperationMethods:
             version: a number or a ref; by default the latest.
 
         Raises:
-            NotFound: no such model or version.
+            NotFound: the model or version does not exist.
 
         Examples:
             >>> verification = await client.verify("acme/smol", "latest")
@@ -158,13 +158,13 @@ class AsyncOperationMethods:
         return await self._connection.run(ask(table.GET_RETENTION, model=model))
 
     async def set_retention(self, model: str, retention: Retention) -> Retention:
-        """Say which versions of a model are kept. The others go with the next collection.
+        """Set the rules by which versions of a model are kept. The next collection deletes the others.
 
-        They can be read for a grace time after that. ``Retention()`` keeps everything.
+        They can be read for a grace time after that. ``Retention()`` keeps all versions.
 
         Args:
             model: ``namespace/name``.
-            retention: the rules, instead of those before.
+            retention: the rules, which replace the previous ones.
 
         Raises:
             NotFound: the model is not registered.
@@ -188,11 +188,11 @@ class AsyncOperationMethods:
         return await self._connection.run(ask(table.GET_GATE, model=model))
 
     async def set_gate(self, model: str, gate: Gate) -> Gate:
-        """Say which versions of a model are held, of those that are opened from now on.
+        """Set the rules by which versions of a model are held. They apply to versions that are opened from now on.
 
         Args:
             model: ``namespace/name``.
-            gate: which versions are held, instead of what was said before.
+            gate: the rules, which replace the previous ones.
 
         Raises:
             NotFound: the model is not registered.
@@ -207,19 +207,19 @@ class AsyncOperationMethods:
     async def delete_version(
         self, model: str, version: str | int | None = None, *, force: bool = False
     ) -> Version:
-        """Take a version out of history that no ref names. It can be read by its number for a grace time.
+        """Remove a version that no ref names from the history. It can be read by its number for a grace time.
 
-        It goes whatever the retention says. With ``force``, adapters that are on it say that they lack it.
+        The version is removed regardless of the retention. With ``force``, adapters based on it report that their base was deleted.
 
         Args:
             model: ``namespace/name``.
-            version: its number; None if ``model`` names it, as ``acme/smol@17`` does.
-            force: also if adapters are on it.
+            version: number of the version; None if ``model`` names it, as ``acme/smol@17`` does.
+            force: whether to delete the version even if adapters are based on it.
 
         Raises:
-            NotFound: no such model or version.
-            FailedPrecondition: a ref names it, as ``latest`` does the newest one, it is not durable yet, or adapters are on it (names
-                them).
+            NotFound: the model or version does not exist.
+            FailedPrecondition: a ref names the version, as ``latest`` names the newest one; it is not durable yet; or adapters are based on
+                it (names them).
 
         Examples:
             >>> newer = trainer.push_state_dict("acme/smol", model, step=200).wait()
@@ -233,11 +233,11 @@ class AsyncOperationMethods:
         )
 
     async def collect(self, model: str, *, dry_run: bool = False) -> Collection:
-        """Delete what need not be kept now, without waiting for the service to do so by itself.
+        """Delete now what need not be kept, instead of waiting until the service does so by itself.
 
         Args:
             model: ``namespace/name``.
-            dry_run: only say what would be done.
+            dry_run: whether to only report what would be deleted.
 
         Raises:
             NotFound: the model is not registered.
@@ -252,9 +252,9 @@ class AsyncOperationMethods:
         return await self._connection.run(ask(table.COLLECT_VERSIONS, model=model, dry_run=dry_run))
 
     async def warm(self, model: str) -> WarmMemory:
-        """Have the service make memory for a model's next versions now, so that the first push does not wait for it.
+        """Make the service allocate memory for a model's next versions now, so that the first push does not wait for it.
 
-        It takes unused memory within the service's budget and reserves none: another model that needs the memory gets it.
+        The service uses unused memory within its budget, and does not reserve it: another model that needs the memory gets it.
 
         Args:
             model: ``namespace/name``.
@@ -265,8 +265,8 @@ class AsyncOperationMethods:
         return await self._connection.run(ask(table.WARM_MODEL, model=model))
 
     async def usage(self) -> Usage:
-        """The limits that the caller has by the policy, and how much of them is used.
+        """The limits that the policy sets for the caller, and how much of them is used.
 
-        With those of namespaces that it may look at.
+        Includes those of namespaces that the caller may look at.
         """
         return await self._connection.run(ask(table.GET_USAGE))

@@ -1,4 +1,4 @@
-"""Pull on an event loop: planned, carried out in threads, and ended when its task is cancelled."""
+"""Pull on an event loop. Threads carry it out, and it ends when its task is cancelled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Carrier:
     """Threads and transport for the pulls of one client.
 
     Args:
-        transport: carries the weights.
+        transport: transport for the weights.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -43,7 +43,7 @@ class Carrier:
 
     @contextmanager
     def transfer(self, plan: PullPlan) -> Iterator[PullRun]:
-        """One run of a pull, stopped in the end."""
+        """Return one run of a pull; it is stopped at the end."""
         transfer = PullRun(self.transport, plan)
         self._running.add(transfer)
         try:
@@ -61,14 +61,14 @@ class Carrier:
 
 
 class AsyncPull:
-    """A pull that has not begun: ``async for name, tensor in pull`` gives each tensor as soon as it is complete.
+    """A pull that has not started yet. ``async for name, tensor in pull`` yields each tensor as soon as it is complete.
 
-    The tensors are those of `weighbridge.Pull`. Iterating again pulls the same version again. If the task is cancelled, or the
-    iteration is closed, calls in flight are cancelled, borrowed memory is released, and no tensor is written to any more.
+    It yields the same tensors as `weighbridge.Pull`. Iterating again pulls the same version again. If the task is cancelled or the
+    iteration is closed, the pull cancels calls in flight, releases borrowed memory, and no longer writes to tensors.
 
     Attributes:
         lane: lane of the tensors, ``local`` or ``grpc``; empty before it is chosen.
-        lane_reason: why they did not come by ``local``, if that was requested.
+        lane_reason: reason why the lane was not ``local``, if that was requested.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class AsyncPull:
         return f"<AsyncPull of {self._plan.version}: {described(self._plan)}{lane}>"
 
     async def plan(self) -> PullPlan:
-        """Resolve the version and its slices; it stays the same if the ref moves later. All other methods do this first.
+        """Resolve the version and its slices. The version does not change if the ref moves later. All other methods do this first.
 
         Raises:
-            NotFound: no such model, version, ref or tensor.
-            InvalidArgument: the layout does not fit the model, or a tensor cannot be cast; the message names the tensor.
+            NotFound: the model, version, ref or tensor does not exist.
+            InvalidArgument: the layout does not fit the model, or a tensor cannot be cast (names the tensor).
             FailedPrecondition: the version is not ready.
         """
         plan = await self._connection.run(self._planning()) if self._plan is None else self._plan
@@ -109,11 +109,11 @@ class AsyncPull:
     async def filled(
         self, tensor_for: Callable[[int], torch.Tensor]
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Pull into tensors that the caller provides, as the result is iterated over; as `weighbridge.Pull.filled`.
+        """Pull into tensors that the caller provides, while the caller iterates over the result, as `weighbridge.Pull.filled` does.
 
         Args:
-            tensor_for: returns the tensor for a placement of the plan's layout, by index; on any device. Called from other threads,
-                one call at a time.
+            tensor_for: returns the tensor for a placement of the plan's layout, given its index. The tensor may be on any device. Other
+                threads call the function, one call at a time.
         """
         async with self._transfer() as transfer:
             steps = partial(transfer.filled, tensor_for)
@@ -129,7 +129,7 @@ class AsyncPull:
         strict: bool = True,
         adapter_name: str = "default",
     ) -> Filled:
-        """Fill a model in place, as `weighbridge.Pull.into` does: no tensor is changed unless all of them fit.
+        """Fill a model in place, as `weighbridge.Pull.into` does. If any tensor does not fit, nothing is changed.
 
         Examples:
             >>> await client.pull("acme/smol@1").into(model)
@@ -150,8 +150,8 @@ class AsyncPull:
         """Pull into tensors that the caller provides.
 
         Args:
-            tensor_for: returns the tensor for a placement of the plan's layout, by index; on any device. Called from other threads,
-                one call at a time.
+            tensor_for: returns the tensor for a placement of the plan's layout, given its index. The tensor may be on any device. Other
+                threads call the function, one call at a time.
         """
         await self._fill(await self.plan(), lambda filled: filled(tensor_for))
 
@@ -169,8 +169,8 @@ class AsyncPull:
         On the service's machine nothing is copied: the service holds the version as long as the result exists.
 
         Args:
-            buffer: buffer of an earlier `HostSlices`, to be reused: its content is lost.
-            pin: whether GPUs will copy from them.
+            buffer: buffer of an earlier `HostSlices`. It is reused, and its content is overwritten.
+            pin: whether GPUs will copy from the slices.
         """
         async with self._transfer() as transfer:
             return await self._carrier.threads.run(partial(transfer.bring, buffer, pin=pin), transfer.stop)
@@ -178,7 +178,7 @@ class AsyncPull:
     async def _taken(
         self, transfer: PullRun, begin: Callable[[], Iterator[PullStep]]
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Tensors of a run's steps, each step run in a thread."""
+        """Yield the tensors of a run's steps. Each step runs in a thread."""
         with closing(_filled(begin)) as steps:
             while filled := await self._carrier.threads.run(partial(next, steps, ()), transfer.stop):
                 for each in filled:
@@ -187,7 +187,7 @@ class AsyncPull:
     @asynccontextmanager
     async def _transfer(self, plan: PullPlan | None = None) -> AsyncIterator[PullRun]:
         with self._carrier.transfer(plan or await self.plan()) as transfer:
-            # if the task is cancelled by then, borrowed memory is released at once
+            # if the task has been cancelled by then, borrowed memory is released immediately
             await self._carrier.threads.run_or_leave(partial(copy_context().run, transfer.borrow))
             self.lane, self.lane_reason = transfer.lane, transfer.lane_reason
             yield transfer
@@ -196,7 +196,7 @@ class AsyncPull:
 def _filled(
     begin: Callable[[], Iterator[PullStep]],
 ) -> Generator[list[tuple[str, torch.Tensor]], None, None]:
-    """Tensors of each step that has any; the first step imports torch."""
+    """Yield the tensors of each step that has any. The first step imports torch."""
     for step in begin():
         if filled := list(step):
             yield filled

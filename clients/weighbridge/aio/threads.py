@@ -1,7 +1,7 @@
-"""Threads of one asyncio client, for work that would block its event loop: copies, checksums, and blocking sockets.
+"""Threads of an asyncio client for work that would block its event loop: copies, checksums, and blocking sockets.
 
-Pieces could be received on the loop itself at the same rate, but would block it two to three times as often (``make bench-asyncio``); a copy
-to a GPU, or a slice that is gathered from shared memory, would block it for its whole duration.
+The loop itself could receive pieces at the same rate, but would be blocked two to three times as often (``make bench-asyncio``). A copy to
+a GPU, or a slice that is gathered from shared memory, would block it for its whole duration.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from weighbridge.errors import Unavailable
 T = TypeVar("T")
 
 _MOST_THREADS = 32
-"""Most concurrent steps; further ones wait for one to end, which takes no longer than the arrival of its bytes."""
+"""Maximum number of concurrent steps. Other steps wait until one ends, which takes no longer than the arrival of its bytes."""
 
 
 class Threads:
-    """A pool of threads, started as they are needed."""
+    """A pool of threads that are started when they are needed."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="weighbridge-aio")
@@ -42,22 +42,22 @@ class Threads:
             if not submitted.cancel():
                 stop()
                 await _ended(result)
-            del submitted, result  # an error in them would keep what the work has used
+            del submitted, result  # an error in them would keep references to the objects that the work used
             raise
 
     async def run_or_leave(self, work: Callable[[], T]) -> T:
-        """Run work in a thread. If the task is cancelled, the work goes on without it, and its result is dropped."""
+        """Run work in a thread. If the task is cancelled, the work continues without it, and its result is discarded."""
         _, result = self._submit(work)
         return await asyncio.shield(result)
 
     def close(self) -> None:
-        """Refuse further work; the threads end with their present work."""
+        """Refuse further work. The threads end when they have finished their current work."""
         self._pool.shutdown(wait=False)
 
     def _submit(self, work: Callable[[], T]) -> tuple[Future[T], asyncio.Future[T]]:
         try:
             submitted = self._pool.submit(work)
-        except RuntimeError as error:  # raised by a pool that was shut down
+        except RuntimeError as error:  # the pool was shut down
             raise Unavailable("the client has been closed") from error
         result = asyncio.wrap_future(submitted)
         result.add_done_callback(_look_at)
@@ -65,7 +65,7 @@ class Threads:
 
 
 async def _ended(result: asyncio.Future[T]) -> None:
-    """Wait until work has ended, even if the task is cancelled again: the caller raises CancelledError after that anyway."""
+    """Wait until work has ended, even if the task is cancelled again. The caller raises CancelledError after that in any case."""
     while not result.done():
         try:
             await asyncio.wait([result])
@@ -74,6 +74,6 @@ async def _ended(result: asyncio.Future[T]) -> None:
 
 
 def _look_at(result: asyncio.Future[T]) -> None:
-    """Retrieve an error, so that asyncio does not report it when no task waits for it any more."""
+    """Retrieve an error, so that asyncio does not report it when no task is waiting for it any longer."""
     if not result.cancelled():
         result.exception()

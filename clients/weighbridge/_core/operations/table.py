@@ -1,6 +1,6 @@
 """Table of operations: every call of the contract.
 
-A new one is an entry here, its messages in ``protos/``, and a body in ``weighbridge_service.api.bodies``.
+To add a call, add an entry here, its messages in ``protos/``, and a body in ``weighbridge_service.api.bodies``.
 """
 
 from __future__ import annotations
@@ -25,24 +25,29 @@ from weighbridge._core.resources import (
 )
 
 _UNREGISTERED = ("NotFound", "the model is not registered")
-_NO_VERSION = ("NotFound", "no such model or version")
+_NO_VERSION = ("NotFound", "the model or version does not exist")
 
 _MODEL = Parameter("model", str, "``namespace/name``")
-_NUMBER = Parameter("number", int, "its number; None if ``model`` names it, as ``acme/smol@17`` does")
+_NUMBER = Parameter(
+    "number", int, "number of the version; None if ``model`` names it, as ``acme/smol@17`` does"
+)
 _VERSION = Parameter("version", str, "a number or a ref")
 _REF = Parameter("ref", str, "the ref")
 _NAMED = (
-    Parameter("request_id", str, "names the call, if it may wait for approvals", "", offered=False),
-    Parameter("note", str, "kept with the request", "", offered=False),
+    Parameter("request_id", str, "ID of the call, if it may wait for approvals", "", offered=False),
+    Parameter("note", str, "note that is stored with the request", "", offered=False),
 )
 _REQUEST = Parameter("request_id", str, "the `request_id` of the request")
 _APPROVALS = Parameter(
     "approvals", int, "number of other identities that must approve each change, 16 at most", 0
 )
-_BY = Parameter("by", str, "in your own words; by default the address of the caller", "")
-_NOTE = Parameter("note", str, "kept with the approval", "")
+_BY = Parameter("by", str, "name of the approver, as free text; by default the address of the caller", "")
+_NOTE = Parameter("note", str, "note that is stored with the approval", "")
 _REASONS = Parameter(
-    "reasons", tuple[str, ...], "for which of its reasons; none is all, also those found since you looked", ()
+    "reasons",
+    tuple[str, ...],
+    "the reasons to approve; if empty, all of them, including those found since the caller last looked",
+    (),
 )
 
 OPEN_VERSION = Entry("CheckpointService.OpenVersion", Verb.PUSH, Of.MODEL)
@@ -95,8 +100,13 @@ LIST_VERSIONS = Operation(
     "versions",
     (
         _MODEL,
-        Parameter("include_invisible", bool, "also those being received, and failed ones", False),
-        Parameter("where", tuple[str, ...], "comparisons of metadata, all of which are true", ()),
+        Parameter(
+            "include_invisible",
+            bool,
+            "whether to include versions that are still being received, and versions that failed recently",
+            False,
+        ),
+        Parameter("where", tuple[str, ...], "conditions on metadata that a listed version must all meet", ()),
     ),
     order="number",
     pages=True,
@@ -115,10 +125,10 @@ SET_REF = Operation(
     http="PUT /v1/models/{model}/refs/{ref}",
     tag="refs",
     call="set_ref",
-    text="Let a tag name a version in the object store. One whose change takes approvals is refused: a request asks for it.",
+    text="Set a tag to a version in the object store. If the change needs approvals, it must be requested: see `Client.request_ref`.",
     raises=(
-        ("PermissionDenied", "the tag is protected, and no scope of this client's names it"),
-        ("FailedPrecondition", "its change takes approvals, and nothing was asked for: see `request_ref`"),
+        ("PermissionDenied", "the tag is protected, and no scope of this client names it"),
+        ("FailedPrecondition", "the change needs approvals, and it was not requested: see `Client.request_ref`"),
     ),
     example=(
         '>>> version = client.set_ref("acme/smol", "prod", 1)',
@@ -140,8 +150,8 @@ DELETE_REF = Operation(
     http="DELETE /v1/models/{model}/refs/{ref}",
     tag="refs",
     call="delete_ref",
-    text="Take a tag away. One whose change takes approvals is refused: a request asks for it.",
-    more="Raises NotFound, and as `set_ref`.",
+    text="Delete a tag. If the deletion needs approvals, it must be requested: see `Client.request_ref_deletion`.",
+    more="Raises NotFound and the errors of `set_ref`.",
     example=(
         '>>> version = client.set_ref("acme/smol@1", "prod")',
         '>>> client.delete_ref("acme/smol", "prod")',
@@ -161,12 +171,12 @@ APPROVE_REF = Operation(
     http="POST /v1/models/{model}/refs/{ref}/requests/{request_id}/approve",
     tag="refs",
     call="approve_ref",
-    text="Approve a change of a protected ref that another identity has asked for; the last approval that it takes carries it out.",
-    more="Repeating it is harmless, and a request that was asked for later is not approved by it.",
+    text="Approve a change of a protected ref that another identity has requested. The last approval that it needs carries it out.",
+    more="Calling this again is harmless. It does not approve a later request for the same ref.",
     raises=(
-        ("PermissionDenied", "this identity has asked for it, or has no scope that names the ref"),
-        ("FailedPrecondition", "the request was withdrawn, superseded, or has expired"),
-        ("NotFound", "there is no such request, or what it names is gone"),
+        ("PermissionDenied", "this identity made the request, or has no scope that names the ref"),
+        ("FailedPrecondition", "the request was withdrawn or superseded, or it has expired"),
+        ("NotFound", "the request does not exist, or what it names no longer exists"),
     ),
 )
 WITHDRAW_REF = Operation(
@@ -180,7 +190,7 @@ WITHDRAW_REF = Operation(
     tag="refs",
     call="withdraw_ref",
     text="End a request without carrying it out.",
-    more="Repeating it is harmless. Raises as `approve_ref`.",
+    more="Calling this again is harmless. Raises the errors of `approve_ref`.",
 )
 SET_PROTECTION = Operation(
     "ModelService.SetProtection",
@@ -194,9 +204,9 @@ SET_PROTECTION = Operation(
     route="protect_ref",
     tag="refs",
     call="protect_ref",
-    text="Protect a ref, whether it exists or not: only callers with a scope that names the ref can change it then.",
+    text="Protect a ref, whether it exists or not. Then only callers with a scope that names the ref can change it.",
     more="Returns all protected refs of the model.",
-    raises=(("FailedPrecondition", "the service has no identities, or the ref takes more approvals now"),),
+    raises=(("FailedPrecondition", "the service has no identities, or the ref needs more approvals now"),),
 )
 DELETE_PROTECTION = Operation(
     "ModelService.DeleteProtection",
@@ -207,7 +217,7 @@ DELETE_PROTECTION = Operation(
     (_MODEL, _REF, *_NAMED),
     http="DELETE /v1/models/{model}/refs/{ref}/protection",
     route="unprotect_ref",
-    text="Protect a ref no longer, or ask for it: it takes what it takes to move it.",
+    text="Remove the protection of a ref, or request its removal. This needs the same scope and approvals as moving the ref.",
 )
 LIST_REFS = Operation(
     "ModelService.ListRefs",
@@ -218,7 +228,7 @@ LIST_REFS = Operation(
     (_MODEL,),
     http="GET /v1/models/{model}/refs",
     tag="refs",
-    text="All refs of a model, which of them are protected, and what is asked for these.",
+    text="All refs of a model, which of them are protected, and the requests to change these.",
 )
 VERIFY_VERSION = Operation(
     "ModelService.VerifyVersion",
@@ -226,7 +236,13 @@ VERIFY_VERSION = Operation(
     Of.VERSION,
     Verification,
     "",
-    (_MODEL, _VERSION, Parameter("sha256", bool, "make SHA-256 of each file as well", False, offered=False)),
+    (
+        _MODEL,
+        _VERSION,
+        Parameter(
+            "sha256", bool, "whether to compute the SHA-256 of each file as well", False, offered=False
+        ),
+    ),
     http="POST /v1/models/{model}/versions/{version}/verify",
     call="verify",
     text="Compare a version's files in the object store with the digests in its manifest.",
@@ -271,12 +287,12 @@ SET_RETENTION = Operation(
     Of.MODEL,
     Retention,
     "retention",
-    (_MODEL, Parameter("retention", Retention, "the rules, instead of those before")),
+    (_MODEL, Parameter("retention", Retention, "the rules, which replace the previous ones")),
     http="PUT /v1/models/{model}/retention",
     tag="retention",
     call="set_retention",
-    text="Say which versions of a model are kept. The others go with the next collection.",
-    more="They can be read for a grace time after that. ``Retention()`` keeps everything.",
+    text="Set the rules by which versions of a model are kept. The next collection deletes the others.",
+    more="They can be read for a grace time after that. ``Retention()`` keeps all versions.",
     raises=(_UNREGISTERED,),
     example=(
         '>>> retention = client.set_retention("acme/smol", Retention(keep_last=10, keep_every_steps=1000))',
@@ -303,11 +319,11 @@ SET_GATE = Operation(
     Of.MODEL,
     Gate,
     "gate",
-    (_MODEL, Parameter("gate", Gate, "which versions are held, instead of what was said before")),
+    (_MODEL, Parameter("gate", Gate, "the rules, which replace the previous ones")),
     http="PUT /v1/models/{model}/gate",
     tag="gate",
     call="set_gate",
-    text="Say which versions of a model are held, of those that are opened from now on.",
+    text="Set the rules by which versions of a model are held. They apply to versions that are opened from now on.",
     raises=(_UNREGISTERED,),
     example=(
         '>>> gate = client.set_gate("acme/smol", Gate(approval_required=True))',
@@ -324,8 +340,8 @@ APPROVE_VERSION = Operation(
     (_MODEL, _NUMBER, _BY, _NOTE, _REASONS),
     http="POST /v1/models/{model}/versions/{version}/approve",
     tag="versions",
-    text="Hold a version no longer: ``live`` and ``latest`` may name it, if it is newer than what they name. "
-    "Approving one that is not held changes nothing.",
+    text="Release a held version: ``live`` and ``latest`` may then name it, if it is newer than the version that they name. "
+    "Approving a version that is not held changes nothing.",
 )
 DELETE_VERSION = Operation(
     "ModelService.DeleteVersion",
@@ -333,17 +349,21 @@ DELETE_VERSION = Operation(
     Of.NUMBER,
     Version,
     "version",
-    (_MODEL, _NUMBER, Parameter("force", bool, "also if adapters are on it", False)),
+    (
+        _MODEL,
+        _NUMBER,
+        Parameter("force", bool, "whether to delete the version even if adapters are based on it", False),
+    ),
     http="DELETE /v1/models/{model}/versions/{version}",
     tag="versions",
     call="delete_version",
-    text="Take a version out of history that no ref names. It can be read by its number for a grace time.",
-    more="It goes whatever the retention says. With ``force``, adapters that are on it say that they lack it.",
+    text="Remove a version that no ref names from the history. It can be read by its number for a grace time.",
+    more="The version is removed regardless of the retention. With ``force``, adapters based on it report that their base was deleted.",
     raises=(
         _NO_VERSION,
         (
             "FailedPrecondition",
-            "a ref names it, as ``latest`` does the newest one, it is not durable yet, or adapters are on it (names them)",
+            "a ref names the version, as ``latest`` names the newest one; it is not durable yet; or adapters are based on it (names them)",
         ),
     ),
     seconds=LONG_SECONDS,
@@ -367,10 +387,10 @@ COLLECT_VERSIONS = Operation(
     Of.MODEL,
     Collection,
     "collection",
-    (_MODEL, Parameter("dry_run", bool, "only say what would be done", False)),
+    (_MODEL, Parameter("dry_run", bool, "whether to only report what would be deleted", False)),
     http="POST /v1/models/{model}/collect",
     call="collect",
-    text="Delete what need not be kept now, without waiting for the service to do so by itself.",
+    text="Delete now what need not be kept, instead of waiting until the service does so by itself.",
     raises=(_UNREGISTERED,),
     seconds=LONG_SECONDS,
     example=(
@@ -389,8 +409,8 @@ WARM_MODEL = Operation(
     "memory",
     (_MODEL,),
     call="warm",
-    text="Have the service make memory for a model's next versions now, so that the first push does not wait for it.",
-    more="It takes unused memory within the service's budget and reserves none: another model that needs the memory gets it.",
+    text="Make the service allocate memory for a model's next versions now, so that the first push does not wait for it.",
+    more="The service uses unused memory within its budget, and does not reserve it: another model that needs the memory gets it.",
     raises=(_UNREGISTERED,),
     seconds=LONG_SECONDS,
 )
@@ -403,8 +423,8 @@ GET_USAGE = Operation(
     http="GET /v1/usage",
     tag="operations",
     call="usage",
-    text="The limits that the caller has by the policy, and how much of them is used.",
-    more="With those of namespaces that it may look at.",
+    text="The limits that the policy sets for the caller, and how much of them is used.",
+    more="Includes those of namespaces that the caller may look at.",
 )
 
 PLAN_PULL = Entry("WeightService.PlanPull", Verb.PULL, Of.VERSION)
@@ -419,4 +439,4 @@ TAKE_OVER = Entry("ReplicaService.TakeOver", Verb.REPLICATE, Of.MODEL)
 
 ENTRIES: tuple[Entry, ...] = tuple(each for each in dict(globals()).values() if isinstance(each, Entry))
 OPERATIONS: tuple[Operation[Any], ...] = tuple(each for each in ENTRIES if isinstance(each, Operation))
-"""Those of which all code but the body is derived."""
+"""The operations for which all code except the body is derived."""
