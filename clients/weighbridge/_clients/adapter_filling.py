@@ -1,4 +1,4 @@
-"""Adapter of a model that peft has wrapped, as what a pull of an adapter's version fills: its tensors, by the names that peft's files have."""
+"""Adapter of a peft model as the target of a pull: its tensors, by the names in peft's files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TOLD_BY_TENSORS = frozenset(
         *("ensure_weight_tying", "peft_type", "use_dora"),
     }
 )  # fmt: skip
-"""Entries of a config that differ only if names or shapes of tensors do, or that say the same of a model in several ways."""
+"""Entries of a config that differ only if names or shapes of tensors differ, or that can describe the same model in several ways."""
 _OF_TRAINING = frozenset(
     {
         *("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "task_type", "lora_dropout"),
@@ -33,7 +33,7 @@ _OF_TRAINING = frozenset(
         *("megatron_config", "megatron_core", "qalora_group_size"),
     }
 )  # fmt: skip
-"""Entries that say where an adapter comes from and how it was begun, and not what it computes."""
+"""Entries that describe the origin and the initialization of an adapter, and do not affect its computation."""
 
 
 def adapter_target(
@@ -41,17 +41,18 @@ def adapter_target(
     target: torch.nn.Module | Mapping[str, torch.Tensor],
     adapter_name: str,
 ) -> Steps[Mapping[str, torch.Tensor] | None]:
-    """The tensors of a model that a pull of an adapter's version fills; None where the pull is not one of an adapter into a module.
+    """Return the tensors of a model that a pull of an adapter's version fills; None if the pull does not fill a module with an adapter.
 
     Args:
-        plan: of the pull.
-        target: what is to be filled.
-        adapter_name: which adapter of the model.
+        plan: plan of the pull.
+        target: the module or state dict to fill.
+        adapter_name: name of the adapter in the model.
 
     Raises:
-        FailedPrecondition: the module has no adapters, or the version's config lets its adapter compute otherwise with the same tensors; names the entries.
-        InvalidArgument: it has no adapter of this name.
-        LayoutError: the adapter is merged into the weights below, or peft keeps copies of its tensors.
+        FailedPrecondition: the module has no adapters, or with the version's config the same tensors compute a different result (names the
+            entries).
+        InvalidArgument: the model does not have an adapter with this name.
+        LayoutError: the adapter is merged into the base weights, or peft keeps copies of its tensors.
     """
     import torch
 
@@ -83,18 +84,19 @@ def adapter_target(
 
 
 def check_computes_alike(files: Mapping[str, bytes], config: Any, version: str) -> None:
-    """Refuse a model's adapter that would compute otherwise than a version's with the same tensors, as with another ``lora_alpha``.
+    """Refuse a model's adapter that, with the same tensors, would compute a different result than the version's, for example because of
+    another ``lora_alpha``.
 
     Args:
-        files: of the version, besides its weights.
-        config: the model's, of peft.
-        version: what errors call the version.
+        files: files of the version other than its weights.
+        config: peft's config of the model's adapter.
+        version: name of the version in errors.
 
     Raises:
         FailedPrecondition: names each entry that differs.
     """
     there = json.loads(files[ADAPTER_CONFIG])
-    known = type(config)().to_dict()  # what an older peft did not write
+    known = type(config)().to_dict()  # defaults for entries that an older peft did not write
     own = config.to_dict()
     if there.get("peft_type") != own["peft_type"]:
         raise FailedPrecondition(
@@ -116,14 +118,16 @@ def check_computes_alike(files: Mapping[str, bytes], config: Any, version: str) 
 
 
 def _plain(value: Any) -> Any:
-    """A value of a config as JSON has it; what is empty is nothing."""
+    """Return a value of a config as it is in JSON; None if it is empty."""
     if isinstance(value, set | frozenset):
         value = sorted(value)
     return None if value in ({}, [], "", False) else value
 
 
 def _tensors(model: Any, adapter_name: str, wanted: frozenset[str]) -> Mapping[str, torch.Tensor]:
-    """The adapter's tensors, which alias the model's; of embeddings, which peft saves with an adapter of theirs, those that are ``wanted``."""
+    """Return the adapter's tensors, which alias the model's. Embeddings, which peft saves if they have an adapter, are included only if
+    they are ``wanted``.
+    """
     from peft import get_peft_model_state_dict
 
     def named(embeddings: bool) -> Mapping[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Attempts to update something to a version, repeated after failures for as long as a ref names the version."""
+"""Attempts to update something to a version. They are repeated after failures as long as a ref names the version."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def attempts(client: Client, model: str, ref: str, number: int, retry_seconds: f
 
 
 def named(client: Client, model: str, ref: str) -> int | None:
-    """The version that a ref names now; None if the service does not answer."""
+    """Return the version that a ref names now; None if the service does not respond."""
     try:
         return client.version(model, ref).number
     except WeighbridgeError:

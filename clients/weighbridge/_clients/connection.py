@@ -29,37 +29,38 @@ T = TypeVar("T")
 
 
 class Connection(Transport):
-    """Channels to the service, one for each of its addresses that was used, and what carries weights. Thread-safe.
+    """Channels to the service, one for each address that was used, and the transport of weights. Thread-safe.
 
-    A call goes to the address in use; where that cannot be reached, to the next one at once, and after a pause when all of them have
-    failed. Arguments are those of `Transport`.
+    A call uses the current address. If that address cannot be reached, the call uses the next one immediately; after all of them have
+    failed, it pauses first. The arguments are those of `Transport`.
     """
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed: nothing is asked for any more."""
+        """Whether the connection was closed, so that it makes no further calls."""
         return self.streams.closed
 
     def run(self, steps: Steps[T], *, at: str | None = None, retry_seconds: float | None = None) -> T:
-        """Take the steps of a control call in this thread; their result.
+        """Execute the steps of a control call in this thread, and return their result.
 
         Args:
-            steps: what is to be done.
-            at: the only address at which to call; None for any.
-            retry_seconds: overrides the connection's; 0 for one try of each call.
+            steps: the steps.
+            at: the only address to call; None for any.
+            retry_seconds: overrides the connection's; 0 for one attempt of each call.
 
         Raises:
-            WeighbridgeError: what the service answered, or why it could not be asked.
+            WeighbridgeError: the service returned an error, or could not be reached.
         """
         seconds = self.retry_seconds if retry_seconds is None else retry_seconds
         return take(steps, lambda call: self._call(call, at, seconds))
 
     def responses(self, path: str, request: bytes, decode: Callable[[bytes], T]) -> Iterator[T | None]:
-        """Responses of a stream that carries no weights; before them None, if the service says that it has accepted the call. The call ends with
-        the iteration.
+        """Yield the responses of a stream without weights. If the service reports that it has accepted the call, yield None before them.
+        The call ends when the iteration ends.
 
         Raises:
-            WeighbridgeError: what the service answered; Unavailable if the connection broke, and the next call goes to the next address.
+            WeighbridgeError: the service returned an error. It is Unavailable if the connection broke; the next call then uses the next
+                address.
         """
         address = self.addresses.current
         call: Any = None
@@ -80,16 +81,16 @@ class Connection(Transport):
                 call.cancel()
 
     def pause(self, seconds: float) -> None:
-        """Wait before a stream is opened again; the address in use is connected to meanwhile. Raises Unavailable if the client is closed."""
+        """Wait before a stream is opened again, and meanwhile connect to the current address. Raises Unavailable if the client is closed."""
         with self._ending_when_closed():
             rpc.connect_within(self.streams.control(self.addresses.current), seconds)
 
     @contextmanager
     def reminding(self, missing: Callable[[], Sequence[tuple[str, str]]]) -> Iterator[None]:
-        """Log what refs wait for while the block runs, at level WARNING, every `REMIND_SECONDS`.
+        """While the block runs, log every `REMIND_SECONDS`, at level WARNING, what refs wait for.
 
         Args:
-            missing: gives the refs with their models; the logging ends once there are none. Is called from another thread.
+            missing: returns pairs of model and ref; the logging ends once it returns none. It is called from another thread.
         """
         ended = threading.Event()
         threading.Thread(
@@ -102,13 +103,13 @@ class Connection(Transport):
 
     def _remind(self, missing: Callable[[], Sequence[tuple[str, str]]], ended: threading.Event) -> None:
         while not ended.wait(waits.REMIND_SECONDS) and not self.closed and (refs := missing()):
-            with suppress(WeighbridgeError):  # that the service is away is logged besides
+            with suppress(WeighbridgeError):  # other code logs that the service is unreachable
                 for sentence in self.run(absences(refs), retry_seconds=0.0):
                     if not ended.is_set():
                         log.warning("%s", sentence)
 
     def another(self) -> Connection:
-        """A connection of its own to the same service, for control calls that must not wait for others, nor keep others waiting."""
+        """Return a separate connection to the same service, for control calls that must neither wait for other calls nor make them wait."""
         return Connection(
             str(self.addresses),
             retry_seconds=self.retry_seconds,
@@ -118,7 +119,9 @@ class Connection(Transport):
         )
 
     def _call(self, call: Call, at: str | None, seconds: float) -> bytes:
-        """Make a call that is safe to repeat until it is answered, or until the push that it is of may hold its rank no longer."""
+        """Make a call that is safe to repeat. Retry until the service responds, or until the push that makes the call may no longer block
+        its rank.
+        """
         hold = current_hold()
         backoff, outage = Backoff(hold.retry_seconds(seconds)), Outage(at or str(self.addresses))
         while True:
@@ -146,7 +149,7 @@ class Connection(Transport):
 
     @contextmanager
     def _ending_when_closed(self) -> Iterator[None]:
-        """Raise Unavailable where grpc has its own words for a channel that was closed meanwhile."""
+        """Raise Unavailable instead of grpc's own errors for a channel that was closed in the meantime."""
         try:
             yield
         except (ValueError, grpc.RpcError) as error:

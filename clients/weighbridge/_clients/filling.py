@@ -1,4 +1,4 @@
-"""Fill of a torch model by a pull: the slice that each of its tensors takes. All tensors are checked before any is changed."""
+"""Filling of a torch model by a pull: the slice for each of its tensors. All tensors are checked before any is changed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Filled:
 
     Attributes:
         version: the version that was pulled.
-        tensors: names of the pulled tensors, of those that this rank holds.
+        tensors: names of the pulled tensors that this rank holds.
         nbytes: bytes that were pulled.
         cast: names of tensors that were cast to another floating-point dtype.
         missing: names in the target that the pull does not contain. A tensor that shares memory with a pulled one is not missing.
@@ -56,9 +56,9 @@ class Fill:
     """A fill that fits the target.
 
     Attributes:
-        boxes: boxes to pull instead of the planned slices; None to pull the planned ones.
-        tensors: one tensor for each placement that is pulled, with the extent of its box.
-        report: result of the fill when it succeeds.
+        boxes: boxes to pull instead of the planned slices; None if the planned slices are pulled.
+        tensors: one tensor for each placement that is pulled, with the shape of its box.
+        report: result of the fill if it succeeds.
     """
 
     boxes: Boxes | None
@@ -74,11 +74,12 @@ def fit(
     strict: bool,
     adapter: Mapping[str, torch.Tensor] | None = None,
 ) -> Fill:
-    """Find the tensors of a model that a pull fills; see `Pull.into`. If it fills an adapter of the model, ``adapter`` has its tensors.
+    """Find the tensors of a model that a pull fills; see `Pull.into`. If the pull fills an adapter of the model, ``adapter`` contains the
+    adapter's tensors.
 
     Raises:
-        InvalidArgument: ``target`` is no module or state dict, or ``cast`` is none.
-        LayoutError: names, shapes, dtypes or placements do not fit; names each tensor.
+        InvalidArgument: ``target`` is neither a module nor a state dict, or ``cast`` is unknown.
+        LayoutError: names, shapes, dtypes or placements do not fit (names each tensor).
     """
     import torch
 
@@ -126,7 +127,7 @@ def fit(
 def _shifted(
     layout: Layout, offsets: Mapping[str, Sequence[int]]
 ) -> list[tuple[str, Sequence[int], Sequence[int]]]:
-    """Boxes of slices as boxes of the whole tensors."""
+    """Convert boxes of slices to boxes of the whole tensors."""
     return [
         (
             shard.tensor,
@@ -143,16 +144,17 @@ def fill_tensors(
     filled: Callable[[Callable[[int], torch.Tensor]], Iterable[T]],
     device: str | None = None,
 ) -> Iterator[T]:
-    """Pull slices into tensors; into those of another floating-point dtype through one of the slice's, for as long as it comes.
+    """Pull slices into tensors. If a tensor has another floating-point dtype, its slice is pulled into a temporary tensor of the slice's
+    dtype and then cast.
 
     Args:
-        layout: of what is pulled.
-        tensors: one for each placement, on any device.
-        filled: pulls into what it is given, in the order of placements.
-        device: where elements of another dtype lie until they are cast; None for the tensor's own.
+        layout: layout of the slices.
+        tensors: one tensor for each placement, on any device.
+        filled: pulls into the tensors that it receives, in the order of placements.
+        device: device of the temporary tensors; None for the device of the target tensor.
 
     Yields:
-        What that gives for each, once its tensor is filled.
+        The result of ``filled`` for each placement, once its tensor is filled.
     """
     import torch
 

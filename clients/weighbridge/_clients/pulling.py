@@ -1,6 +1,6 @@
-"""One run of a planned pull in blocking steps, each a few milliseconds or the wait for the next bytes.
+"""One run of a planned pull in blocking steps. Each step takes a few milliseconds, or waits for the next bytes.
 
-The blocking client takes the steps where it is called, the asyncio client in threads.
+The blocking client executes the steps in the caller's thread, and the asyncio client in other threads.
 """
 
 from __future__ import annotations
@@ -35,20 +35,22 @@ _RUN_BYTES = 16 << 20
 _RUN_TENSORS = 256
 
 PullStep: TypeAlias = "Iterator[tuple[str, torch.Tensor]]"
-"""Names and tensors that come without waiting for more bytes, each made when it is taken; all must be taken before the next step."""
+"""Names and tensors that are available without waiting for more bytes. Each is created when the caller takes it; the caller must take all
+of them before the next step.
+"""
 
 
 class PullRun:
-    """One run. To be used by one thread at a time; any other may stop it.
+    """One run of a pull. Only one thread may use it at a time; any other thread may stop it.
 
     Args:
-        transport: carries the weights.
-        plan: what comes.
+        transport: transport for the weights.
+        plan: the plan of the pull.
 
     Attributes:
-        lane: how the weights come, ``local`` or ``grpc``; empty before `borrow`.
-        lane_reason: why they do not come by ``local``, if that was wanted.
-        span: of the run, from `borrow` until it is stopped.
+        lane: lane of the weights, ``local`` or ``grpc``; empty before `borrow`.
+        lane_reason: reason why the lane is not ``local``, if that was requested.
+        span: span of the run, from `borrow` until the run is stopped.
     """
 
     def __init__(self, transport: Transport, plan: PullPlan) -> None:
@@ -71,7 +73,7 @@ class PullRun:
         return wire.request_to_proto(self._plan.request)
 
     def borrow(self) -> None:
-        """Borrow the version where it lies, if this process can read it there: the first step."""
+        """Borrow the version in the service's memory, if this process can read it there. This is the first step."""
         version = self._plan.version
         self.span = spans.begin(
             "weighbridge.pull", told(version, bytes=self._plan.nbytes), origin=version.traceparent
@@ -95,7 +97,7 @@ class PullRun:
             self._loan = None
 
     def tensors(self) -> Iterator[PullStep]:
-        """Bring the slices as tensors in host memory: of the loan if there is one, and of their own otherwise."""
+        """Transfer the slices as tensors in host memory. If there is a loan, they are views of it; otherwise they have their own memory."""
         import torch
 
         placements, specs = self._plan.layout.placements, self._plan.layout.tensors
@@ -109,13 +111,13 @@ class PullRun:
         return self._borrowed(map(self._loan.tensor, range(len(placements))))
 
     def filled(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[PullStep]:
-        """Bring the slices into tensors that the caller makes."""
+        """Transfer the slices into tensors that the caller provides."""
         if self._loan is None:
             return self._streamed(tensor_for)
         return self._borrowed(self._loan.filled(tensor_for))
 
     def bring(self, buffer: torch.Tensor | None, *, pin: bool) -> Slices:
-        """Bring all slices to this machine, if they are not there already; with ``pin``, so that GPUs can copy from them at once."""
+        """Transfer all slices to this machine, unless they are already there; with ``pin``, so that GPUs can copy from them immediately."""
         if self._loan is not None:
             if pin:
                 self._loan.pin()
@@ -126,11 +128,11 @@ class PullRun:
         return slices
 
     def stream(self) -> Iterator[memoryview]:
-        """The bytes of the slices by gRPC, one behind the other, checked, in pieces of 1 MiB at most."""
+        """Yield the checked bytes of the slices over gRPC, concatenated, in pieces of at most 1 MiB."""
         return iter(self._receiver)
 
     def stop(self) -> None:
-        """End the run: what was borrowed goes back, and who takes a step gets `Unavailable`, unless it is at the end."""
+        """End the run. Borrowed memory is returned, and a caller that executes a step gets `Unavailable`, unless the run is at its end."""
         self._stopped = True
         self._loan = None
         self._receiver.stop()
@@ -179,13 +181,13 @@ class PullRun:
 
 
 def told(version: Version, **more: str | int) -> dict[str, str | int]:
-    """Attributes of spans that identify a version."""
+    """Return attributes of spans that identify a version."""
     named = {"model": version.model, "version": version.number, **more}
     return {f"weighbridge.{name}": value for name, value in named.items()}
 
 
 def _runs(placements: Sequence[Placement]) -> Iterator[range]:
-    """The indexes of placements, in runs of what takes some milliseconds to copy."""
+    """Yield the indexes of placements, in runs that take some milliseconds to copy."""
     begin = nbytes = 0
     for index, placement in enumerate(placements):
         nbytes += placement.nbytes

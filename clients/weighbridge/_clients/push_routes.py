@@ -11,7 +11,7 @@ from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Parts of a rank's stream that one replica puts into its files.
+    """Parts of a rank's stream that one replica writes to its files.
 
     Attributes:
         address: address of the replica; empty for the replica where the rank has declared.
@@ -24,23 +24,23 @@ class Route:
     ranges: Ranges
 
     def within(self, ranges: Ranges) -> Route:
-        """The route cut to these parts of the stream."""
+        """Return the route restricted to these parts of the stream."""
         return replace(self, ranges=common(self.ranges, ranges))
 
     def header(self, own: pb.PushHeader) -> pb.PushHeader:
-        """The header of a stream to this replica, made from the header of a stream to the rank's own replica."""
+        """Return the header of a stream to this replica, derived from the header of a stream to the rank's own replica."""
         if not self.address:
             return own
         return pb.PushHeader(model=own.model, number=own.number, rank=own.rank, claim=self.claim)
 
 
 def routes_of(declared: pb.DeclareLayoutResponse, rank: int) -> list[Route]:
-    """Routes of a rank's stream.
+    """Return the routes of a rank's stream.
 
     Ranks begin with different replicas, so that they do not all push to the same replica at the same time.
 
     Args:
-        declared: answer of the service to the rank's declaration.
+        declared: response of the service to the rank's declaration.
         rank: number of the rank.
     """
     if not declared.routes:
@@ -54,12 +54,12 @@ def routes_of(declared: pb.DeclareLayoutResponse, rank: int) -> list[Route]:
 
 
 def common(ranges: Ranges, others: Ranges) -> list[tuple[int, int]]:
-    """Intersection of two lists of ranges, each sorted and disjoint."""
+    """Return the intersection of two lists of ranges. Both lists are sorted and disjoint."""
     theirs = RangeSet(others)
     return [part for start, end in ranges for part in theirs.within(start, end)]
 
 
 def without(ranges: Ranges, received: Ranges) -> list[tuple[int, int]]:
-    """The parts of ``ranges`` that have not been received. Both lists are sorted and disjoint."""
+    """Return the parts of ``ranges`` that have not been received. Both lists are sorted and disjoint."""
     arrived = RangeSet(received)
     return [part for start, end in ranges for part in arrived.gaps(start, end)]

@@ -1,4 +1,4 @@
-"""Push of a rank's shards, which goes on while the rank trains."""
+"""Push of a rank's shards, which continues while the rank trains."""
 
 from __future__ import annotations
 
@@ -52,34 +52,35 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NAMED_IN_REPORT, _NAMED_IN_LOG = 20, 5
-"""Most tensors with non-finite elements that a report and a log message name."""
+"""Maximum number of tensors with non-finite elements that a report and a log message name."""
 _TELL_SECONDS = 5.0
-"""Longest time for which a refused rank tries to notify the other ranks."""
+"""Maximum time for which a refused rank tries to notify the other ranks."""
 _MOST_REASON = 400
-"""Most characters of a reason that the other ranks receive."""
+"""Maximum number of characters of a reason that the other ranks receive."""
 _PUSHES_AT_ONCE = 2
-"""Most pushes of one client that are being delivered at the same time; a further push waits."""
+"""Maximum number of pushes that one client delivers at the same time. Another push waits."""
 _AGREE_SECONDS = 300.0
-"""Longest wait of a rank for the other ranks to agree to the push, unless `max_hold_s` is given."""
+"""Maximum time for which a rank waits for the other ranks to agree to the push, unless `max_hold_s` is given."""
 _MEET_SECONDS = 0.1
 """Interval at which a rank that waits for others checks whether one of them has refused."""
 _MOST_MOVES = 10
-"""Most moves of a rank from one replica to another within one push."""
+"""Maximum number of moves of a rank from one replica to another within one push."""
 _MOVED_SECONDS = 5.0
-"""Longest time for which a rank tries to reach the replica to which another replica has sent it."""
+"""Maximum time for which a rank tries to reach the replica to which another replica has sent it."""
 _MOST_COMPARED = 0.25
-"""Largest size of the shards that a rank reads only to compare them with other ranks, as a share of the bytes that it pushes, for which its
-next push begins copies ahead."""
+"""Maximum size of the shards that a rank reads only to compare them with other ranks, as a share of the bytes that it pushes. If the size
+is larger, the rank's next push does not copy ahead.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Shards of a rank that have been copied out.
+    """Shards of a rank that have been copied.
 
     Attributes:
         delivery: delivery of the shards.
         casts: see `ShardSource.casts`.
-        replicas: checksums of the shards that other ranks also hold.
+        replicas: checksums of the shards that other ranks hold too.
         nbytes: bytes of all shards.
         seconds: duration of the copy.
     """
@@ -96,8 +97,8 @@ class PushTerms:
     """Terms of one push.
 
     Attributes:
-        hold: bound of the time for which the push may hold its rank, and handling of its failure.
-        agreement: agreement of the ranks on the push; None if they have no process group.
+        hold: limit of the time for which the push may block its rank, and handling of its failure.
+        agreement: agreement of the ranks on the push; None if they do not have a process group.
     """
 
     hold: Hold = FREE
@@ -109,7 +110,7 @@ class PushTerms:
 
 
 ALONE = PushTerms()
-"""Terms of a push without a bound, by ranks without a process group."""
+"""Terms of a push without a time limit, made by ranks without a process group."""
 
 
 class Pusher:
@@ -119,7 +120,7 @@ class Pusher:
         connection: connection of the client.
 
     Attributes:
-        staging: buffers for the shards that go by gRPC.
+        staging: buffers for the shards that are sent over gRPC.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -133,7 +134,7 @@ class Pusher:
         self._pushed: dict[str, frozenset[Shard]] = {}
 
     def begin(self, copies: Copies, model: str, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
-        """Begin to copy the tensors that the service will probably assign to the rank: those of its last push of this model.
+        """Begin to copy the tensors that the service will probably assign to the rank, which are those of its last push of this model.
 
         Does nothing before the first push, or if the rank had to read many shards only to compare them with other ranks.
 
@@ -161,22 +162,22 @@ class Pusher:
         terms: PushTerms = ALONE,
         registration: RegisterModelRequest | None = None,
     ) -> PushHandle:
-        """Push the shards of a rank. Returns once they are copied out, or once it is known that ``copying`` copies them in a thread.
+        """Push the shards of a rank. Returns once they have been copied, or once it is known that ``copying`` copies them in a thread.
 
         Args:
             opening: request that identifies the push; the same on all ranks, apart from the client's ID.
             rank: number of the rank.
             layout: shards that the rank holds, as one stream.
             space: space of the tensors' names.
-            open_source: opens the bytes of the shards that this rank is to push. Before that it is called for shards that other ranks
-                also hold, to compare them. No other rank holds shards of an `OpenPassing`.
-            hold_seal: whether the rank is sealed only by `PushHandle.seal`.
+            open_source: opens the bytes of the shards that this rank must push. It is called earlier for shards that other ranks hold too,
+                to compare them. Other ranks do not hold shards of an `OpenPassing`.
+            hold_seal: whether only `PushHandle.seal` seals the rank.
             behind: opening of the push that follows on all ranks. If this rank fails, the other ranks are notified that the rank will not
                 take part in it.
-            copying: copies of the shards; by default made in the call. If a thread makes them, ``open_source`` is no `OpenPassing`, and
-                ``hold_seal`` is false.
+            copying: copies of the shards; by default they are made in the call. If a thread makes them, ``open_source`` is not an
+                `OpenPassing`, and ``hold_seal`` is false.
             terms: terms of the push. Nothing is copied before all ranks have agreed.
-            registration: registration of the model, if the push may be its first one, or one with another config.
+            registration: registration of the model, if the push may be the model's first one or have another config.
 
         Raises:
             WeighbridgeError: see `TrainerClient.push`.
@@ -198,7 +199,7 @@ class Pusher:
         try:
             has_slot = self._slot(terms.hold)
             opened, at = self._open(opening, registration, terms.hold.began)
-            # ranks without a trace of their own join the trace of the rank that opened the version
+            # ranks that do not have their own trace join the trace of the rank that opened the version
             span = spans.moved(span, "weighbridge.push", said, opened.traceparent)
             spans.within(span, "weighbridge.open", start_time=spans.began(span)).end()
             number = opened.number
@@ -263,9 +264,9 @@ class Pusher:
     def _declare(
         self, header: pb.PushHeader, layout: Layout, space: TensorSpace, terms: PushTerms, at: str
     ) -> tuple[pb.DeclareLayoutResponse, str]:
-        """Declare a rank's layout, and return the answer with the address of the replica that the rank pushes to.
+        """Declare a rank's layout, and return the response with the address of the replica to which the rank pushes.
 
-        Ranks whose layouts are those of the previous version begin without waiting for the others. If such a rank has since moved to
+        Ranks that have the same layouts as for the previous version begin without waiting for the others. If such a rank has since moved to
         another replica, the service sends it back for this version.
         """
         opened_at, problem = at, None
@@ -284,7 +285,7 @@ class Pusher:
                 if at != opened_at:
                     self._connection.addresses.use(
                         at
-                    )  # the other ranks' replica: the next version is opened there
+                    )  # the replica of the other ranks: the next version is opened there
                 return declared, at
             at = declared.push_at
         raise problem or Unavailable(
@@ -293,7 +294,7 @@ class Pusher:
         )
 
     def _slot(self, hold: Hold) -> bool:
-        """Wait for a slot for one more push, and take it. Raises DeadlineExceeded."""
+        """Wait until one more push may be delivered, and take its slot. Raises DeadlineExceeded."""
         if self._slots.acquire(timeout=hold.left) if hold.is_bound else self._slots.acquire():
             return True
         raise hold.exceeded("the bytes of earlier pushes were still on their way")
@@ -309,7 +310,7 @@ class Pusher:
 
         Raises:
             VersionFailed: a rank cannot push, or the version failed or was aborted.
-            DeadlineExceeded: not all ranks have agreed in time; names the absent ones.
+            DeadlineExceeded: not all ranks have agreed in time (names the absent ones).
         """
         agreement, hold = terms.agreement, terms.hold
         if agreement is None:
@@ -331,7 +332,7 @@ class Pusher:
         agreement.done()
 
     def meet(self, model: str, terms: PushTerms, says: bytes = b"") -> list[bytes]:
-        """Wait until all ranks are about to run a collective before a push, because the collective would hang if a rank were absent.
+        """Wait until all ranks are about to run a collective before a push. The collective would hang if a rank were absent.
 
         Args:
             model: the model.
@@ -339,11 +340,11 @@ class Pusher:
             says: message of this rank to the others.
 
         Returns:
-            The messages of the ranks, each distinct one once.
+            The distinct messages of the ranks.
 
         Raises:
             VersionFailed: a rank cannot push.
-            DeadlineExceeded: not all ranks have come in time; names the absent ones.
+            DeadlineExceeded: not all ranks have called in time (names the absent ones).
         """
         if terms.agreement is None:
             return [says]
@@ -358,7 +359,7 @@ class Pusher:
                 late = terms.hold.exceeded(f"{model} was still waiting for {ranks_text(ahead.absent())}")
                 if ahead.refuse(late):
                     raise late
-                break  # the last rank has come in the meantime: the others begin, and would wait for this one
+                break  # the last rank has called in the meantime: the others begin, and would wait for this one
         if problem := ahead.problem():
             raise _not_all(model, problem)
         said = ahead.said() if says else []
@@ -389,13 +390,13 @@ class Pusher:
         open_source: OpenSource | OpenPassing,
         copying: Copying,
     ) -> _Taken:
-        """Copy out the shards of a rank.
+        """Copy the shards of a rank.
 
         Args:
-            stream: stream for the shards that go by gRPC.
+            stream: stream for the shards that are sent over gRPC.
             layout: layout of all shards that the rank holds.
-            declared: answer of the service to that layout.
-            chosen: layout of the shards that the rank is to push.
+            declared: response of the service to that layout.
+            chosen: layout of the shards that the rank must push.
             open_source, copying: see `push`.
         """
         header, counts = stream.header, stream.counts
@@ -434,8 +435,9 @@ class Pusher:
         hold_seal: bool,
         hold: Hold,
     ) -> None:
-        """Copy out the shards of a rank, if that has not been done, and deliver them, in a thread. ``kept`` holds the times at which the
-        push began and returned."""
+        """Copy the shards of a rank, if that has not been done, and deliver them. Runs in a thread. ``kept`` contains the times at which
+        the push began and returned.
+        """
         if not turn.acquire(blocking=False):
             return
         try:
@@ -465,7 +467,9 @@ class Pusher:
             self._slots.release()
 
     def _give_up(self, header: pb.PushHeader, error: BaseException, hold: Hold | None = None) -> None:
-        """Abort a version of which a rank cannot push its part; in a thread, if the time for which the caller may be held is bounded."""
+        """Abort a version because a rank cannot push its part. If the time for which the caller may be blocked is limited, this is done in
+        a thread.
+        """
         reason = _in_a_line(f"rank {header.rank} gave up", error)
         if hold is not None and hold.is_bound:
             arguments = (header, reason)
@@ -485,7 +489,7 @@ class Pusher:
     def telling(
         self, openings: Iterable[pb.OpenVersionRequest | None], rank: int, terms: PushTerms
     ) -> Iterator[None]:
-        """Context that notifies the other ranks of these pushes if its block raises, because they would wait for this rank."""
+        """Context that notifies the other ranks of these pushes if its block raises; otherwise they would wait for this rank."""
         try:
             yield
         except Exception as error:
@@ -527,12 +531,13 @@ class Pusher:
         registration: RegisterModelRequest | None,
         called: float | None,
     ) -> tuple[Version, str]:
-        """Open a version, and return it with the address of the replica that receives this rank's push. Arguments: see
-        `push_calls.open_version`."""
+        """Open a version, and return it with the address of the replica that receives this rank's push. For the arguments see
+        `push_calls.open_version`.
+        """
         addresses = self._connection.addresses
         at = addresses.current
         opened = self._connection.run(push_calls.open_version(opening, registration, called))
-        while at != addresses.current:  # another replica answered, or another thread moved on
+        while at != addresses.current:  # another replica responded, or another thread changed the address
             at = addresses.current
             opened = self._connection.run(push_calls.open_version(opening, called=called), at=at)
         return opened, at
@@ -570,7 +575,7 @@ class Pusher:
 
 
 def _told(header: pb.PushHeader, broken: Mapping[str, int]) -> str:
-    """Text of a warning about the non-finite elements of a push."""
+    """Return the text of a warning about the non-finite elements of a push."""
     named = [f"{name} ({count})" for name, count in itertools.islice(broken.items(), _NAMED_IN_LOG)]
     more = f" and {len(broken) - len(named)} more" if len(broken) > len(named) else ""
     return (
@@ -587,7 +592,7 @@ def _heard(header: pb.PushHeader, terms: PushTerms) -> None:
 
 
 def _not_all(what: str, problem: str) -> VersionFailed:
-    """The error of a push that one rank has refused, with the reason that the rank gave."""
+    """Return the error of a push that one rank has refused, with the reason that the rank gave."""
     unregistered = "there is no model" in problem
     fix = (
         "call register_model on every rank before the push: repeating it is harmless" if unregistered else ""
@@ -596,6 +601,6 @@ def _not_all(what: str, problem: str) -> VersionFailed:
 
 
 def _in_a_line(what: str, error: BaseException) -> str:
-    """Reason of a failure for the other ranks, in one line."""
+    """Return the reason of a failure for the other ranks, in one line."""
     said = (error.message, *error.details) if isinstance(error, WeighbridgeError) else (repr(error),)
     return shortened(" ".join(f"{what}: {'; '.join(said)}".split()), _MOST_REASON)

@@ -1,4 +1,4 @@
-"""Stream of one rank's bytes: sent to the replicas of its routes, resumed after a failure, and sealed."""
+"""Stream of one rank's bytes. It is sent to the replicas of its routes, resumed after a failure, and sealed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RankStream:
                 self._stream(source, route.within(ranges))
 
     def seal(self, replicas: Sequence[pb.ReplicaChecksum]) -> None:
-        """Seal the rank, with the checksums of the shards that other ranks also hold."""
+        """Seal the rank, with the checksums of the shards that other ranks hold too."""
         sealing = push_calls.seal(self.header, replicas, nonfinite_elements=self.counts.total)
         with spans.child(self.span, "weighbridge.seal"):
             self.connection.run(sealing, at=self.at)
@@ -74,18 +74,18 @@ class RankStream:
             except WeighbridgeError as error:
                 if not patience.wait_after(error):
                     raise
-                if isinstance(error, ResourceExhausted):  # there may be room for fewer streams
+                if isinstance(error, ResourceExhausted):  # there may be capacity for fewer streams
                     most = max(most // 2, 1)
                 before, missing = missing, self._missing(route, missing)
                 if missing != before:
                     patience.renew()
 
     def _missing(self, route: Route, before: Ranges) -> list[tuple[int, int]]:
-        """The ranges of a route that have not arrived; ``before`` if the route's replica, other than the rank's own, does not answer.
+        """Return the ranges of a route that have not arrived; ``before`` if the route's replica is not the rank's own and does not respond.
 
         Raises:
-            WeighbridgeError: the rank's own replica cannot be reached, or has failed the version, which is also how a rank learns that
-                another replica has ended.
+            WeighbridgeError: the rank's own replica cannot be reached, or has marked the version as failed. In this way a rank also learns
+                that another replica has ended.
         """
         received = push_calls.received
         arrived = self.connection.run(received(self.header), at=self.at)
@@ -108,7 +108,7 @@ def _messages(
     for begin, end in ranges:
         for start, stop in striping.messages(begin, end):
             data = source.read(start, stop)
-            # the checksum first: it brings the data into the cache faster than the count does
+            # the checksum comes first because it loads the data into the cache faster than the count does
             checksum = rpc.checksum(data)
             counts.take(start, data, source.read)
             yield pieces.encode(pb.PushRequest(offset=start, checksum=checksum), data)

@@ -28,13 +28,13 @@ class ConnectionOptions(TypedDict, total=False):
     """Options of every client, in addition to the service's address.
 
     Attributes:
-        retry_seconds: seconds for which a call is retried while the service cannot be reached, or has no room; by default 60.
-        lane: lane of weights: ``local`` through memory shared with the service, ``grpc`` through its gRPC face, ``auto`` ``local`` if
-            this process runs on the service's machine and ``grpc`` otherwise. By default ``WEIGHBRIDGE_LANE``, or ``auto``.
+        retry_seconds: seconds for which a call is retried while the service is unreachable or has no capacity left; by default 60.
+        lane: lane of weights: ``local`` uses memory shared with the service, ``grpc`` uses its gRPC server, and ``auto`` selects ``local``
+            if this process runs on the service's machine and ``grpc`` otherwise. By default ``WEIGHBRIDGE_LANE``, or ``auto``.
         connections: number of connections over which a stream of 64 MiB or more is spread, 1 to 16; by default two, or one on a
             machine with fewer than four processors. All other calls use a separate connection.
-        credentials: certificates and token; by default those in ``WEIGHBRIDGE_CA``, ``WEIGHBRIDGE_TOKEN`` and further environment
-            variables (`Credentials`).
+        credentials: certificates and token; by default those in ``WEIGHBRIDGE_CA``, ``WEIGHBRIDGE_TOKEN`` and other environment variables
+            (`Credentials`).
     """
 
     retry_seconds: float
@@ -44,7 +44,7 @@ class ConnectionOptions(TypedDict, total=False):
 
 
 class Transport:
-    """Lanes and connections that transfer one client's weights. Connects when first used; thread-safe.
+    """Lanes and connections that transfer one client's weights. It connects when it is first used, and is thread-safe.
 
     Args:
         server: addresses of the service, separated by commas; None for the default.
@@ -99,7 +99,7 @@ class Transport:
             return made
 
     def streams_to(self, address: str) -> bulk.Connections:
-        """Connections for streams to one address only, because a push stays with the replica at which it was opened."""
+        """Return connections for streams to one address only, because a push stays with the replica at which it was opened."""
         if self.addresses.all == (address,):
             return self.streams
         with self._lock:
@@ -123,7 +123,7 @@ class Transport:
 
 @functools.cache
 def _process_id(pid: int) -> str:
-    """The ID of a process. A forked process has its own."""
+    """Return the ID of a process. A forked process has a different ID."""
     return f"{uuid.uuid4()}.{pid}"
 
 
@@ -133,7 +133,7 @@ def _close_lanes(lanes: Mapping[str, LocalLane]) -> None:
 
 
 def find_faces(address: str, credentials: Credentials = NONE) -> local_lane_pb2.GetLocalLaneResponse:
-    """The other faces of a service, its local socket and its HTTP address, from its answer at one of its gRPC addresses."""
+    """Return the other endpoints of a service, its local socket and its HTTP address, from its response at one of its gRPC addresses."""
     with rpc.open_channel(address, credentials) as channel, rpc.translated_errors(address, credentials):
         stub = local_lane_pb2_grpc.LocalLaneServiceStub(channel)
         return stub.GetLocalLane(local_lane_pb2.GetLocalLaneRequest(), timeout=_LANE_SECONDS)

@@ -1,5 +1,4 @@
-"""Asyncio client: it makes control calls on the event loop, and copies and waits in threads. It shares its logic with the blocking client.
-"""
+"""Asyncio client: control calls run on the event loop, copies and waits run in threads. It shares its logic with the blocking client."""
 
 # May import: `_clients` and folders below it.
 #

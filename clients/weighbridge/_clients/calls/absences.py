@@ -1,4 +1,6 @@
-"""Absences that a watch waits out, in sentences: a model that is not registered yet, one without versions, a ref that does not exist."""
+"""Sentences that describe what a watch waits for: a model that is not registered yet, a model without versions, or a ref that does not
+exist.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,13 @@ from weighbridge._core.text.counts import counted, named
 from weighbridge.errors import NotFound
 
 _ASKED = 3
-"""Of how many refs of one watch it is asked what is missing."""
+"""Maximum number of refs of one watch for which the client asks the service what is missing."""
 
 
 def absences(refs: Sequence[tuple[str, str]]) -> Steps[list[str]]:
-    """Sentences about refs, given with their models, that a watch has brought no version of: what each waits for. Of many, about the first."""
+    """Return sentences that describe what the watch waits for, for refs without a version so far. ``refs`` are pairs of model and ref. If
+    there are many, only the first are described.
+    """
     found: list[str] = []
     for model, ref in refs[:_ASKED]:
         said = yield from _absence(model, ref)
@@ -30,7 +34,7 @@ def absences(refs: Sequence[tuple[str, str]]) -> Steps[list[str]]:
 
 
 def _absence(model: str, ref: str) -> Steps[str]:
-    """A sentence about one ref; empty if it is there."""
+    """Return a sentence about one ref; empty if the ref exists."""
     try:
         refs = (yield from ask(table.GET_MODEL, model=model)).refs
     except NotFound as error:

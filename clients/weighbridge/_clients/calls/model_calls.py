@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     import torch
 
 _REGISTERING_SECONDS = 660.0
-"""Deadline of a registration: longer than a service gives the process that makes weight maps for two of them, whose first one waits for imports."""
+"""Deadline of a registration. It is longer than the time that a service gives its process for two weight maps, of which the first waits for
+imports.
+"""
 
 _call = partial(call_method, pb.DESCRIPTOR.services_by_name["ModelService"])
 
@@ -38,11 +40,12 @@ def registration(
     weight_map: bool = True,
     base: str = "",
 ) -> pb.RegisterModelRequest:
-    """The request that registers a model by the content of its files, for `register_model`. Raises InvalidArgument if they are too large.
+    """Return the request that registers a model by the content of its files, for `register_model`. Raises InvalidArgument if the files are
+    too large.
 
     Args:
         model, files, dtype, tensors, weight_map: as for `Client.register_files`.
-        base: of an adapter, the version that it is pushed to: it is registered only if it fits that one.
+        base: for an adapter, the version on which it is based. The adapter is registered only if it fits that version.
     """
     size = sum(map(len, files.values()))
     if size > MAX_REQUEST_BYTES - (1 << 20):
@@ -64,7 +67,7 @@ def register_model(request: pb.RegisterModelRequest) -> Steps[Model]:
 
 
 def model_files(model: str, version: str | int | None) -> Steps[dict[str, bytes]]:
-    """The files besides the weights; refuses names that would lead out of the model's folder."""
+    """Return the files other than the weights. Refuses names that would lead out of the model's folder."""
     meant = Reference.of(model, version)
     request = pb.GetModelFilesRequest(model=meant.model, version=meant.version)
     files = (yield from _call("GetModelFiles", request)).files
@@ -75,7 +78,7 @@ def model_files(model: str, version: str | int | None) -> Steps[dict[str, bytes]
 
 
 def delete_model(model: str, *, force: bool = False) -> Steps[DeletedModel]:
-    """Take a model away; with ``force``, also if adapters are on versions of it."""
+    """Delete a model; with ``force``, even if adapters are based on its versions."""
     request = pb.DeleteModelRequest(model=model, request_id=str(uuid.uuid4()), force=force)
     response = yield from _call("DeleteModel", request, LONG_SECONDS)
     return DeletedModel(model, response.versions)

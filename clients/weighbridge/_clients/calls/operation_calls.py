@@ -1,4 +1,4 @@
-"""Calls of the operations in the table that need no steps of their own."""
+"""Calls of the operations in the table that do not need their own steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Answer = TypeVar("Answer")
 
 
 def ask(operation: Operation[Answer], **arguments: Any) -> Steps[Answer]:
-    """Call an operation with these arguments; its answer."""
+    """Call an operation with these arguments, and return its response."""
     messages = messages_of(operation)
     request = encoded_parts(messages.request(arguments))
     found: Answer = messages.answer(messages.read((yield Call(messages.path, request, operation.seconds))))
@@ -21,7 +21,7 @@ def ask(operation: Operation[Answer], **arguments: Any) -> Steps[Answer]:
 
 
 def ask_all(operation: Operation[Answer], limit: int | None = None, **arguments: Any) -> Steps[list[Answer]]:
-    """Call an operation that gives a list, page by page if it comes in pages; all items, or the first ``limit``."""
+    """Call an operation that returns a list, page by page if the service returns pages. Returns all items, or the first ``limit``."""
     messages, found = messages_of(operation), list[Answer]()
     if limit is not None:
         arguments["page_size"] = limit

@@ -31,8 +31,8 @@ class PullPlan:
     """Version and slices that a pull transfers.
 
     Attributes:
-        version: the version. It stays the same if the ref moves.
-        layout: the slices in the order in which they come.
+        version: the version. It does not change if the ref moves.
+        layout: the slices in the order in which the pull yields them.
         request: the request of the caller.
         dtype: dtype to which floating-point tensors are cast; empty if they are not.
     """
@@ -49,7 +49,7 @@ class PullPlan:
 
 
 def described(plan: PullPlan) -> str:
-    """Size of a pull as text."""
+    """Return the size of a pull as text."""
     cast = f" in {plan.dtype}" if plan.dtype else ""
     return f"{counted(len(plan.layout.placements), 'slice')}{cast}, {readable_size(plan.nbytes)}"
 
@@ -66,7 +66,7 @@ def plan_pull(
     layout: LayoutRequest | None = None,
     dtype: str | torch.dtype | None = None,
 ) -> Steps[PullPlan]:
-    """Ask the service for the plan of a pull. A layout of many slices is sent only once: later plans refer to it by its digest."""
+    """Ask the service for the plan of a pull. The service sends a layout of many slices only once. Later plans refer to it by its digest."""
     asked = layout or FullTensors()
     meant = Reference.of(model, version, REF_LATEST)
     request = pb.PlanPullRequest(

@@ -1,5 +1,6 @@
-"""Control calls of a push as steps without I/O: open, declare, state, seal, abort; and queries for the shards of a rank and the tensors of
-a model."""
+"""Control calls of a push as steps without I/O: open, declare, state, seal, abort. Also queries for the shards of a rank and the tensors of
+a model.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ from weighbridge.v1.model_service_pb2 import RegisterModelRequest
 log = logging.getLogger(__name__)
 
 _DECLARE_SECONDS = 600.0
-"""Longest wait of a rank for the other ranks to declare their layouts."""
+"""Maximum time for which a rank waits for the other ranks to declare their layouts."""
 _DECLARE_CALL_SECONDS = 10.0
-"""Longest wait of one call before the client repeats it."""
+"""Maximum wait of one call before the client repeats it."""
 _DECLARE_CALL_FIRST = 1.0
-"""Wait of the first call, and the shortest wait. Each further call waits twice as long as the previous one.
+"""Wait of the first call, which is also the minimum. Each later call waits twice as long as the previous one.
 
-The first calls are short because a rank that cannot push reports that early, and the other ranks learn of it between calls. Near the end of
-the wait calls are short again, so that the service can report the absent ranks in time."""
+The first calls are short because a rank that cannot push reports this early, and the other ranks learn of it between calls. Near the end of
+the wait, calls are short again, so that the service can report the absent ranks in time."""
 
 _call = partial(call_method, pb.DESCRIPTOR.services_by_name["CheckpointService"])
 
@@ -49,9 +50,9 @@ def open_version(
 
     Args:
         opening: the request, which identifies the push.
-        registration: registration of the model, sent only if the service refuses the opening, because it does not have the model or has it
-            with another config. So a further version of a model takes only one call.
-        called: time of the trainer's call of push, by the monotonic clock; None to leave it out.
+        registration: registration of the model. The client sends it only if the service refuses the opening, because the model is not
+            registered or is registered with another config. So later versions of a model need only one call.
+        called: time at which the trainer called push, by the monotonic clock; None to omit it.
     """
     age = None if called is None else partial(_called, called)
     try:
@@ -60,7 +61,7 @@ def open_version(
         # The service reports another rank's refusal once to each rank: a second opening would open a new version.
         if registration is None or isinstance(error, VersionFailed):
             raise
-        # raises what was wrong if that was something else
+        # if the opening was refused for another reason, this raises the error
         yield from model_calls.register_model(registration)
         answer = yield from _call("OpenVersion", opening, latest=age)
     opened = wire.version_from_proto(answer.version)
@@ -75,7 +76,7 @@ def open_version(
 
 
 def _called(at: float) -> pb.OpenVersionRequest:
-    """A part of the opening: the age of the trainer's call, which was made at this time of the monotonic clock."""
+    """Return a part of the opening: the age of the trainer's call, which was made at this time of the monotonic clock."""
     return pb.OpenVersionRequest(call_age_seconds=time.monotonic() - at)
 
 
@@ -87,18 +88,18 @@ def declare(
     within: float = math.inf,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Steps[pb.DeclareLayoutResponse]:
-    """Declare the layout of a rank, wait until all ranks have declared theirs, and return the shards that the rank is to push, and where
-    to.
+    """Declare the layout of a rank, and wait until all ranks have declared theirs. Return the shards that the rank must push, and their
+    destinations.
 
     Args:
         header: version and rank.
         layout: the shards that the rank holds.
         space: the space of tensor names in the layout.
-        within: longest wait in seconds, if shorter than the default.
+        within: maximum wait in seconds, if it is shorter than the default.
         meanwhile: called between the calls of the wait. Its exceptions end the wait.
 
     Raises:
-        DeadlineExceeded: not all ranks have declared in time; names the absent ones.
+        DeadlineExceeded: not all ranks have declared in time (names the absent ones).
     """
     request = pb.DeclareLayoutRequest(
         model=header.model, number=header.number, rank=header.rank, client_id=header.client_id, digest=layout.digest,
@@ -112,7 +113,7 @@ def declare(
         longest = min(2 * longest, _DECLARE_CALL_SECONDS)
         try:
             response: pb.DeclareLayoutResponse = yield from _call("DeclareLayout", request, seconds)
-        except DeadlineExceeded as error:  # the service is too busy to answer
+        except DeadlineExceeded as error:  # the service is too busy to respond
             if time.monotonic() < give_up:
                 continue
             if absent:
@@ -137,8 +138,10 @@ def declare(
                     readable_duration(waited, rough=True),
                     ranks_text(absent),
                 )
-            request.ClearField("layout")  # it has arrived
-            pause = response.retry_after_ms / 1000 * DICE.uniform(0.75, 1.25)  # not all at once
+            request.ClearField("layout")  # the service has it now
+            pause = (
+                response.retry_after_ms / 1000 * DICE.uniform(0.75, 1.25)
+            )  # so that ranks do not all call at the same time
             yield Pause(min(pause, left))
         else:
             return response
@@ -160,9 +163,13 @@ def refuse(opening: pb.OpenVersionRequest, rank: int, reason: str) -> Steps[None
     """
     bare = pb.OpenVersionRequest()
     bare.CopyFrom(opening)
-    for said in ("metadata", "candidate", "allow_nonfinite"):  # one of these may be the reason of the refusal
+    for said in (
+        "metadata",
+        "candidate",
+        "allow_nonfinite",
+    ):  # one of these may be the reason for the refusal
         bare.ClearField(said)
-    if BASE in opening.metadata:  # the service opens no version of an adapter without a base
+    if BASE in opening.metadata:  # without a base the service does not open a version of an adapter
         bare.metadata[BASE].CopyFrom(opening.metadata[BASE])
     opened = yield from open_version(bare)
     if not opened.state.visible:
@@ -170,7 +177,7 @@ def refuse(opening: pb.OpenVersionRequest, rank: int, reason: str) -> Steps[None
 
 
 def received(header: pb.PushHeader) -> Steps[list[tuple[int, int]]]:
-    """The ranges of a rank's stream that have arrived."""
+    """Return the ranges of a rank's stream that have arrived."""
     request = pb.GetPushStateRequest(model=header.model, number=header.number, rank=header.rank)
     state = yield from _call("GetPushState", request)
     return [(each.start, each.end) for each in state.received]
@@ -186,7 +193,7 @@ def seal(
 
     Args:
         header: version and rank.
-        replicas: checksums of the shards that other ranks also hold.
+        replicas: checksums of the shards that other ranks hold too.
         nonfinite_elements: number of NaN or infinite elements that the rank has pushed; None if it has not counted them.
     """
     yield from _call(
@@ -226,7 +233,7 @@ def abort(
 
 
 def describe_shards(model: str, rank: MegatronRank) -> Steps[Layout]:
-    """The shards that a Megatron-core rank holds."""
+    """Return the shards that a Megatron-core rank holds."""
     request = pb.DescribeShardsRequest(
         model=model,
         tensor_parallel_rank=rank.tp[0], tensor_parallel_size=rank.tp[1],
@@ -238,7 +245,7 @@ def describe_shards(model: str, rank: MegatronRank) -> Steps[Layout]:
 
 
 def registered_specs(model: str, specs: Iterable[TensorSpec]) -> Steps[Mapping[str, TensorSpec]]:
-    """Specs of those tensors of a trainer that belong to the model, by Megatron-core's names, with the model's registered dtypes."""
+    """Return the specs of a trainer's tensors that belong to the model, by Megatron-core's names, with the model's registered dtypes."""
     held = wire.layout_to_proto(Layout.stream(specs, []), TensorSpace.MEGATRON)
     request = pb.DescribeShardsRequest(
         model=model, tensors=held, tensor_parallel_size=1, pipeline_parallel_size=1
@@ -247,7 +254,7 @@ def registered_specs(model: str, specs: Iterable[TensorSpec]) -> Steps[Mapping[s
 
 
 def weight_links(model: str, specs: Iterable[TensorSpec]) -> Steps[WeightLinks]:
-    """Links from the elements of a trainer's tensors to those of the model. Tensors that the model does not have are left out."""
+    """Return links from the elements of a trainer's tensors to those of the model. Tensors that the model does not have are omitted."""
     held = wire.layout_to_proto(Layout.stream(specs, []), TensorSpace.MEGATRON)
     request = pb.DescribeShardsRequest(
         model=model, tensors=held, with_links=True, tensor_parallel_size=1, pipeline_parallel_size=1
@@ -260,7 +267,7 @@ def weight_links(model: str, specs: Iterable[TensorSpec]) -> Steps[WeightLinks]:
 
 
 def describe_tensors(model: str) -> Steps[Layout]:
-    """All tensors of a model, whole, by Hugging Face's names."""
+    """Return a layout of all whole tensors of a model, by Hugging Face's names."""
     request = pb.DescribeShardsRequest(
         model=model, tensor_parallel_size=1, pipeline_parallel_size=1, space=wire.space_to_proto(TensorSpace.HUGGING_FACE)
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Calls that ask for changes of refs which may take the approval of others."""
+"""Calls that change refs, or request the change if it needs the approval of other identities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weighbridge._core.resources import REF_LATEST, RefRequest
 def request_ref(
     model: str, ref: str, version: str | int | None, note: str, request_id: str
 ) -> Steps[RefRequest]:
-    """Let a tag name a version, or ask for it. One number is asked for, whatever the call is repeated for."""
+    """Set a tag to a version, or request the change. If the call is repeated, it requests the same version number again."""
     meant = Reference.of(model, version, REF_LATEST)
     number = (yield from get_version(meant.model, meant.version)).number
     named = request_id or uuid.uuid4().hex
@@ -29,6 +29,6 @@ def request_ref(
 def request_by(
     operation: Operation[RefRequest], model: str, ref: str, note: str, request_id: str
 ) -> Steps[RefRequest]:
-    """Change a ref by an operation, or ask for it."""
+    """Change a ref by an operation, or request the change."""
     named = request_id or uuid.uuid4().hex
     return (yield from ask(operation, model=model, ref=ref, request_id=named, note=note))

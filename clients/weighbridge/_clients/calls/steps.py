@@ -1,8 +1,8 @@
-"""Steps of a call without I/O: what is asked, and what the answers mean.
+"""Steps of a call without I/O: the requests, and the handling of the responses.
 
-A generator returns the result. It yields a `Call` and is sent the response or thrown the error, yields a `Pause`, or yields `Work` and is
-sent its result. `take` takes these steps in a thread that may block, `weighbridge.aio` on an event loop, so requests, paging and waiting
-are written once. (httpx writes its authentication flows in this way.)
+A generator yields steps and returns the result of the call. It yields a `Call` and receives the response or the error; it yields a `Pause`;
+or it yields `Work` and receives its result. `take` executes the steps in a thread that may block, and `weighbridge.aio` on an event loop,
+so that requests, paging and waiting are implemented once. (httpx implements its authentication flows in this way.)
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call with one response, safe to repeat.
+    """A call with one response. It is safe to repeat.
 
     Attributes:
-        path: of the method.
+        path: path of the method.
         request: the encoded request, in parts.
-        seconds: its deadline.
-        latest: gives what of the request is another with each try, such as how long ago something was; None if nothing is.
+        seconds: deadline of the call.
+        latest: returns the part of the request that differs with each attempt, such as the age of an event; None if no part differs.
     """
 
     path: str
@@ -41,7 +41,7 @@ class Call:
 
     @property
     def encoded(self) -> tuple[bytes, ...]:
-        """The request as it is to be sent now, in parts. Messages that are encoded one behind the other are one message (see `request_parts`)."""
+        """Return the request to send now, in parts. Encoded messages that are concatenated form one message (see `request_parts`)."""
         if self.latest is None:
             return self.request
         *before, last = self.request
@@ -50,14 +50,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Time to let pass, in seconds."""
+    """A pause, in seconds."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Arithmetic that takes milliseconds or more: longer than an event loop should be held up."""
+    """A computation that takes milliseconds or more, which is longer than an event loop should be blocked."""
 
     do: Callable[[], Any]
 
@@ -67,11 +67,11 @@ Steps: TypeAlias = Generator[Step, Any, T]
 
 
 def take(steps: Steps[T], call: Callable[[Call], bytes]) -> T:
-    """Take steps one after the other in this thread; their result.
+    """Execute steps one after the other in this thread, and return their result.
 
     Args:
-        steps: what is to be done.
-        call: makes a call, and gives the serialised response.
+        steps: the steps.
+        call: makes a call, and returns the serialised response.
     """
     try:
         step = next(steps)
@@ -105,6 +105,6 @@ def call_method(
     seconds: float = rpc.CALL_SECONDS,
     latest: Callable[[], Message] | None = None,
 ) -> Steps[Any]:
-    """Call a method of the contract; its response as a message."""
+    """Call a method of the contract, and return its response as a message."""
     raw = yield Call(f"/{service.full_name}/{name}", encoded_parts(request), seconds, latest)
     return GetMessageClass(service.methods_by_name[name].output_type).FromString(raw)

@@ -29,21 +29,21 @@ _AWAITED = (
     *(VersionState.READY, VersionState.VERIFIED, VersionState.DURABLE),
 )
 _PROGRESS_SECONDS = 0.5
-"""Longest wait of one call for a state, if the caller wants progress."""
+"""Maximum wait of one call for a state, if the caller requests progress."""
 _PAUSE_SECONDS = 0.1
 
 _call = partial(call_method, pb.DESCRIPTOR.services_by_name["ModelService"])
 
 
 def get_version(model: str, version: str | int | None) -> Steps[Version]:
-    """One version."""
+    """Return a version."""
     meant = Reference.of(model, version, REF_LATEST)
     request = pb.GetVersionRequest(model=meant.model, version=meant.version)
     return wire.version_from_proto((yield from _call("GetVersion", request)).version)
 
 
 def rank_progress(model: str, number: int) -> Steps[list[RankProgress]]:
-    """Progress of each rank of a push; empty if the replica that answers does not know the push."""
+    """Return the progress of each rank of a push; empty if the replica that responds does not know the push."""
     request = pb.GetVersionRequest(model=model, version=str(number), with_ranks=True)
     response = yield from _call("GetVersion", request)
     return [wire.read(RankProgress, each) for each in response.ranks]
@@ -56,7 +56,7 @@ def wait_for(
     timeout: float | None,
     on_progress: Callable[[Version], None] | None,
 ) -> Steps[Version]:
-    """Wait until a version has reached a state, by calls that the service answers only then or at their deadline."""
+    """Wait until a version has reached a state. The service responds to the calls only when that happens, or at their deadline."""
     if state not in _AWAITED:
         allowed = ", ".join(each.value for each in _AWAITED)
         raise InvalidArgument(
@@ -70,7 +70,7 @@ def wait_for(
     longest = REMIND_SECONDS if on_progress is None else _PROGRESS_SECONDS
     reminder = Reminder()
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    said: list[str] | None = None  # the reason that the last call gave; None before the first call
+    said: list[str] | None = None  # the reason that the last call returned; None before the first call
     while True:
         left = deadline - time.monotonic()
         if left <= 0 and said is not None:
@@ -116,7 +116,7 @@ def list_versions(
 
 
 def approve(model: str, version: str | int | None, *, by: str, note: str) -> Steps[Version]:
-    """Release a held version from the reasons for which it is held now. A repeated call releases it from no further reasons."""
+    """Approve the reasons for which a version is held now. A repeated call does not approve reasons that were added later."""
     meant = Reference.of(model, version)
     found = yield from get_version(meant.model, meant.number)
     if not found.held:
@@ -126,7 +126,7 @@ def approve(model: str, version: str | int | None, *, by: str, note: str) -> Ste
 
 
 def get_manifest(model: str, number: int) -> Steps[ManifestText]:
-    """A version's manifest, part by part.
+    """Return a version's manifest, which is read in parts.
 
     Raises:
         DataLoss: the manifest is malformed, or belongs to another version.
@@ -139,13 +139,13 @@ def get_manifest(model: str, number: int) -> Steps[ManifestText]:
         if len(text) >= part.total_bytes or not part.data:
             break
     manifest: ManifestText = yield Work(partial(ManifestText.read, bytes(text)))
-    if (manifest.model, manifest.number) != (model, number):  # the service may be mistaken, or lie
+    if (manifest.model, manifest.number) != (model, number):  # the service may be wrong, or malicious
         raise DataLoss(f"the service gives the manifest of {manifest.title} for {model}@{number}")
     return manifest
 
 
 def tensor_digests(model: str, version: str | int | None) -> Steps[Mapping[str, str]]:
-    """Digests of a version's tensors by name, from its manifest."""
+    """Return the digests of a version's tensors by name, from its manifest."""
     meant = Reference.of(model, version, REF_LATEST)
     found = yield from get_version(meant.model, meant.version)
     manifest = yield from get_manifest(meant.model, found.number)
@@ -153,7 +153,7 @@ def tensor_digests(model: str, version: str | int | None) -> Steps[Mapping[str, 
 
 
 def get_signatures(model: str, version: str | int | None) -> Steps[tuple[int, tuple[Signature, ...]]]:
-    """The number of a version, and its signatures."""
+    """Return the number of a version, and its signatures."""
     meant = Reference.of(model, version, REF_LATEST)
     request = pb.GetSignaturesRequest(model=meant.model, version=meant.version)
     found = yield from _call("GetSignatures", request)

@@ -1,4 +1,6 @@
-"""Copies that begin before their destination is known: into host memory, from which a thread delivers the push while the caller goes on."""
+"""Copies that begin before their destination is known. They are made in host memory, from which a thread delivers the push while the caller
+continues.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,13 @@ _ALIGNMENT = 64
 
 
 class CopiesAhead(Copies):
-    """Copies of tensors in host memory, made while the call waits for the service's plan: GPUs copy their own tensors, a thread copies the
-    others.
+    """Copies of tensors in host memory. They are made while the call waits for the service's plan: GPUs copy their own tensors, and a
+    thread copies the others.
 
-    Each tensor is copied once, even if it is pushed by several names. The memory is released when the last push has been delivered.
+    Each tensor is copied once, even if it is pushed under several names. The memory is released when the last push has been delivered.
 
     Args:
-        most_bytes: most bytes of host memory for copies. Tensors beyond that are copied when their destination is known.
+        most_bytes: maximum number of bytes of host memory for copies. Tensors beyond that are copied when their destination is known.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -74,7 +76,7 @@ class CopiesAhead(Copies):
         self._copies.update((key_of(each), each) for each in tensors)
 
     def source(self, tensors: Sequence[torch.Tensor], staging: StagingPool) -> tuple[OpenSource, Copying]:
-        """See `Copies.source`. The push reads copied tensors from their copies, and gRPC sends from there without another copy."""
+        """See `Copies.source`. The push reads copied tensors from their copies, and gRPC sends these without another copy."""
         copies = [self._copies.get(key_of(each)) for each in tensors]
         pushed = [own if copy is None else copy for own, copy in zip(tensors, copies, strict=True)]
         copying = _CopyingAhead(self, frozenset(at for at, copy in enumerate(copies) if copy is not None))
@@ -143,11 +145,11 @@ class CopiesAhead(Copies):
 
 
 class _CopyingAhead(Copying):
-    """The part of one push in such copies.
+    """Copies of the shards of one push.
 
     Args:
         ahead: the copies.
-        copied: indexes of the shards that are copied.
+        copied: indexes of the shards that are copied ahead.
     """
 
     def __init__(self, ahead: CopiesAhead, copied: frozenset[int]) -> None:
@@ -186,7 +188,7 @@ def _copy(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _view(buffer: Bytes, start: int, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in a buffer, with the shape and dtype of another tensor."""
+    """Return a tensor in a buffer, with the shape and dtype of another tensor."""
     import torch
 
     return torch.from_numpy(buffer[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)

@@ -1,4 +1,4 @@
-"""Copies of the tensors that one call pushes, weights and training state: how they are made, and when the caller may change its tensors."""
+"""Copies of the tensors that one call pushes, of weights and training state: how they are made, and when the caller may change its tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     import torch
 
 Key: TypeAlias = tuple[object, ...]
-"""Identity of a tensor's memory and of its layout there."""
+"""Identity of a tensor's memory, and the tensor's layout in it."""
 Points: TypeAlias = "Mapping[torch.device, torch.Event]"
-"""Events on the current streams of some devices, each after the work that was enqueued by a moment."""
+"""Events on the current streams of some devices. Each event follows the work that had been enqueued at one moment."""
 
 
 class Copying:
@@ -30,7 +30,7 @@ class Copying:
         self.ended = threading.Event() if ended is None else ended
 
     def is_behind(self, shards: Iterable[int]) -> bool:
-        """Whether a thread copies the shards with these indexes while the caller goes on."""
+        """Whether a thread copies the shards with these indexes while the caller continues."""
         return False
 
     @contextmanager
@@ -42,8 +42,9 @@ class Copying:
             self.ended.set()
 
     def kept_until(self, returned: float) -> float:
-        """Time at which the caller may go on after a push that returned at ``returned``, by the monotonic clock. Called after all copies
-        are made."""
+        """Return the time at which the caller may continue after a push that returned at ``returned``, by the monotonic clock. Called after
+        all copies are made.
+        """
         return returned
 
     def release(self) -> None:
@@ -55,7 +56,7 @@ class Copies(ABC):
     """The copies of one call, as a context manager around its pushes. After the context the caller may change its tensors, unless the
     copies are deferred."""
 
-    def begin(self, tensors: Sequence[torch.Tensor], buffers: StagingPool) -> None:  # noqa: B027 - most wait until it is known where to
+    def begin(self, tensors: Sequence[torch.Tensor], buffers: StagingPool) -> None:  # noqa: B027 - most classes wait until the destination is known
         """Begin to copy the tensors that will probably be pushed.
 
         Args:
@@ -63,22 +64,22 @@ class Copies(ABC):
             buffers: pool of memory for the copies.
         """
 
-    def keep(self, tensors: Sequence[torch.Tensor]) -> None:  # noqa: B027 - a copy more does no harm
-        """Record tensors that no longer change and so need no copy."""
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:  # noqa: B027 - an additional copy does no harm
+        """Record tensors that no longer change and therefore need not be copied."""
 
     @abstractmethod
     def source(self, tensors: Sequence[torch.Tensor], staging: StagingPool) -> tuple[OpenSource, Copying]:
-        """The source from which one of the pushes reads its shards, and the copies of that push.
+        """Return the source from which one of the pushes reads its shards, and the copies of that push.
 
         Args:
             tensors: shards of the push.
-            staging: buffers for the shards that go by gRPC.
+            staging: buffers for the shards that are sent over gRPC.
         """
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:  # noqa: B027 - most have nothing to wait for
+    def __exit__(self, *_: object) -> None:  # noqa: B027 - most classes have nothing to wait for
         """See the class."""
 
 
@@ -91,7 +92,7 @@ class CopiesInCall(Copies):
 
 
 def staged_source(tensors: Sequence[torch.Tensor], staging: StagingPool) -> OpenSource:
-    """Opener of a source for some of these tensors, which may change after they are copied."""
+    """Return a function that opens a source for some of these tensors. The tensors may change after they have been copied."""
     return lambda indexes, stream: TensorSource(staging, stream, [tensors[index] for index in indexes])
 
 
@@ -101,7 +102,7 @@ def key_of(tensor: torch.Tensor) -> Key:
 
 
 def points_of(tensors: Iterable[torch.Tensor]) -> Points:
-    """Events after the work enqueued so far on the current streams of the tensors' GPUs."""
+    """Return events that follow the work enqueued so far on the current streams of the tensors' GPUs."""
     import torch
 
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
@@ -110,7 +111,7 @@ def points_of(tensors: Iterable[torch.Tensor]) -> Points:
 
 @contextmanager
 def on_streams(points: Points) -> Iterator[Sequence[torch.cuda.Stream]]:
-    """Context in which the current streams of the GPUs are new ones of this thread, which run after the work before these points."""
+    """Context in which the current streams of the GPUs are new streams of this thread. They start after the work before these points."""
     import torch
 
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Delivery of a rank's shards: copied to the service's memory if the service grants some, and to buffers for gRPC otherwise."""
+"""Delivery of a rank's shards. They are copied to the service's memory if the service grants some, otherwise to buffers for gRPC."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Granted:
 
     Attributes:
         loan: the memory; None if there is none.
-        streamed: parts of the stream that go by gRPC.
-        why_not_local: reason why the whole stream uses gRPC, if the local lane was wanted.
+        streamed: parts of the stream that are sent over gRPC.
+        why_not_local: reason why the whole stream uses gRPC, if the local lane was requested.
     """
 
     loan: WriteLoan | None
@@ -39,7 +39,7 @@ class Granted:
         return MIXED if self.streamed else LOCAL
 
     def give_back(self) -> None:
-        """Return the memory unfilled. Does nothing if it has been returned already."""
+        """Return the memory without filling it. Does nothing if the memory has already been returned."""
         if self.loan is not None:
             with contextlib.suppress(WeighbridgeError):
                 self.loan.end(complete=False)
@@ -47,11 +47,11 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Shards that have been copied out and are being delivered.
+    """Shards that have been copied and are being delivered.
 
     Attributes:
         granted: grant of the memory to which shards were written.
-        staged: copy of the shards that still go by gRPC; None if there are none.
+        staged: copy of the shards that must still be sent over gRPC; None if there are none.
         local_bytes: number of bytes that were written to the memory.
     """
 
@@ -60,14 +60,14 @@ class Delivery:
     local_bytes: int
 
     def release(self) -> None:
-        """Release all buffers and return the memory. Shards that have been delivered are not affected."""
+        """Release all buffers and return the memory. This does not affect shards that have been delivered."""
         if self.staged is not None:
             self.staged.release()
         self.granted.give_back()
 
 
 def ask_memory(lane: LocalLane, header: pb.PushHeader, stream: Layout) -> Granted:
-    """Request a grant of memory for a rank's stream, if the local lane is wanted and available."""
+    """Request a grant of memory for a rank's stream, if the local lane is requested and available."""
     everything = [(0, stream.nbytes)]
     if not lane.wanted or not stream.nbytes:
         return Granted(None, everything)
@@ -79,7 +79,7 @@ def ask_memory(lane: LocalLane, header: pb.PushHeader, stream: Layout) -> Grante
 
 
 def copy_out(granted: Granted, stream: Layout, source: ShardSource, counts: PushCounts) -> Delivery:
-    """Copy shards out of the trainer's tensors: into the granted memory where possible, into a buffer otherwise."""
+    """Copy shards from the trainer's tensors: into the granted memory if possible, otherwise into a buffer."""
     staged: StreamSource | None = None
     try:
         if granted.loan is None or granted.streamed:
@@ -104,7 +104,7 @@ def take_passing(
     counts: PushCounts,
     staging: StagingPool,
 ) -> Delivery:
-    """Copy shards out as a generator yields them. When this returns, the shards that go by gRPC have arrived.
+    """Copy shards as a generator yields them. When this returns, the shards that are sent over gRPC have arrived.
 
     Args:
         granted: grant of memory for the shards.

@@ -1,7 +1,7 @@
-"""Terms of a push: for how long may it hold the loop that makes it, and do all of its ranks push?
+"""Terms of a push: how long it may block the training loop, and whether all of its ranks push.
 
 May import: `_core`, torch's store of a process group, and `errors`.
 
-- `policy`: what a push may cost, and what becomes of one that fails; the hold of one call.
-- `agreement`: all ranks of a push make it, or none.
+- `policy`: how long a push may block, and how a failed push is handled; the hold of one call.
+- `agreement`: agreement that either all ranks make a push, or none.
 """

@@ -1,9 +1,9 @@
-"""Agreement of the ranks of one push, through the store of their process group: all of them push, or none does.
+"""Agreement of the ranks of one push, through the store of their process group: either all of them push, or none.
 
-It is not a collective: it needs no GPU, no order among other collectives and no particular thread, and an absent rank holds the others for
-no longer than they allow. Each rank increments a count, and the rank that completes it writes the verdict ``go``. A rank that cannot push,
-or that stops waiting, writes another verdict. The first verdict stands, because ranks write it by compare-and-swap, so all ranks read the
-same verdict.
+The agreement is not a collective: it does not need a GPU, an order among other collectives or a particular thread, and an absent rank does
+not block the others for longer than they allow. Each rank increments a count, and the rank that completes it writes the verdict ``go``. A
+rank that cannot push, or that stops waiting, writes another verdict. Ranks write the verdict by compare-and-swap, so the first one stands
+and all ranks read the same verdict.
 
 Keys, below ``weighbridge/<model>/<request>/<attempt>``: ``count``, ``here/<rank>`` until the verdict, ``verdict``,
 ``says/<rank>``; and for all pushes ``weighbridge/said/<digest>``.
@@ -25,22 +25,24 @@ from weighbridge.errors import WeighbridgeError
 
 _GO, _NO = b"go", b"no:"
 _POLL_PART = 0.05
-"""Pause between two polls of the store, as a share of the time waited so far. So a late rank is noticed soon, and a store of many ranks is
-polled seldom."""
+"""Pause between two polls of the store, as a share of the time waited so far. As a result, a late rank is noticed soon, and a store of many
+ranks is rarely polled.
+"""
 _POLL_SECONDS = 0.001, 0.2
-"""Shortest and longest pause."""
+"""Minimum and maximum pause."""
 _MOST_REASON = 400
-"""Most characters of a reason that other ranks receive."""
+"""Maximum number of characters of a reason that other ranks receive."""
 
 _GONE = RuntimeError
-"""Error of a store that has ended, for example with the job. It decides nothing, and waits end by their timeouts."""
+"""Error of a store that has ended, for example with the job. It does not decide the agreement; waits end by their timeouts."""
 
 _lock = threading.Lock()
 _begun: Counter[str] = Counter()
 _refused: Counter[str] = Counter()
 _clones: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""Own connections by the stores from which they were cloned. References are weak, because a store's server frees its port only when no
-reference to the store is left."""
+"""The client's own connections, by the stores from which they were cloned. References are weak, because a store's server frees its port
+only when the last reference to the store is gone.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,10 @@ class RankAgreement:
 
     @staticmethod
     def of_process_group(model: str, request_id: str, ranks: int) -> RankAgreement | None:
-        """The agreement on a push that all ranks of torch.distributed make; None where there is no such group, or others push.
+        """Return the agreement on a push that all ranks of torch.distributed make; None if there is no process group, or the push has other
+        ranks.
 
-        All ranks call it equally often for a push: a second call for one begins another agreement.
+        All ranks must call this equally often for a push: a second call for the same push begins another agreement.
         """
         import torch.distributed as dist
 
@@ -82,29 +85,29 @@ class RankAgreement:
 
     @property
     def refused_before(self) -> int:
-        """Number of attempts at this push that all ranks have given up. Ranks do not meet again in an attempt that has failed."""
+        """Number of attempts at this push that all ranks have given up. Ranks do not use a failed attempt again."""
         return _refused[self.name]
 
     def fail(self, error: BaseException) -> None:
-        """Record that this rank's call has failed. All ranks do so if the verdict is that none pushes."""
+        """Record that this rank's call has failed. All ranks do so if the verdict is not to push."""
         self.refuse(error)
         if self.problem():
             with _lock:
                 _refused[self.name] += 1
 
     def behind(self) -> RankAgreement:
-        """The agreement on what is pushed behind this push."""
+        """The agreement on the push that follows this one in the same call."""
         return replace(self, prefix=f"{self.prefix}/behind")
 
     def ahead(self) -> RankAgreement:
-        """The agreement to begin the collective that precedes this push."""
+        """The agreement to start the collective that precedes this push."""
         return replace(self, prefix=f"{self.prefix}/ahead")
 
     def refuse(self, error: BaseException) -> bool:
-        """Write the verdict that this rank cannot push, unless there is a verdict already. Does not wait.
+        """Write the verdict that this rank cannot push, unless a verdict already exists. Does not wait.
 
         Returns:
-            Whether there was no other verdict.
+            Whether no other verdict existed.
         """
         said = error.message if isinstance(error, WeighbridgeError) else repr(error)
         if isinstance(error, WeighbridgeError) and error.details:
@@ -119,7 +122,7 @@ class RankAgreement:
             self.store.set(self._key(f"says/{self.rank}"), digest)
 
     def said(self) -> list[bytes]:
-        """The messages of all ranks, each distinct one once. Complete once the verdict is ``go``."""
+        """Return the distinct messages of all ranks. They are complete once the verdict is ``go``."""
         digests = {self.store.get(self._key(f"says/{rank}")).decode() for rank in range(self.ranks)}
         return [bytes(self.store.get(f"weighbridge/said/{digest}")) for digest in sorted(digests)]
 
@@ -129,21 +132,21 @@ class RankAgreement:
             self.store.delete_key(self._key(f"says/{self.rank}"))
 
     def come(self) -> None:
-        """Agree to the push."""
+        """Record that this rank agrees to the push."""
         with contextlib.suppress(_GONE):
             self.store.set(self._key(f"here/{self.rank}"), b"1")
             if self.store.add(self._key("count"), 1) == self.ranks:
                 self._decide(_GO)
 
     def problem(self) -> str:
-        """Reason why the ranks do not push; empty unless the verdict has one."""
+        """Return the reason why the ranks do not push; empty if the verdict does not contain one."""
         with contextlib.suppress(_GONE):
             if self.store.check([self._key("verdict")]):
                 return _problem_of(self.store.get(self._key("verdict")))
         return ""
 
     def decided(self, seconds: float) -> bool:
-        """Wait for the verdict, for at most ``seconds``, and return whether there is one."""
+        """Wait for the verdict, for at most ``seconds``, and return whether it exists."""
         began = time.monotonic()
         while True:
             with contextlib.suppress(_GONE):
@@ -152,24 +155,24 @@ class RankAgreement:
             waited = time.monotonic() - began
             if waited >= seconds:
                 return False
-            # the store's own wait would hold up its other users, and torch logs each of its timeouts
+            # the store's own wait would block its other users, and torch logs each of its timeouts
             pause = min(max(waited * _POLL_PART, _POLL_SECONDS[0]), _POLL_SECONDS[1])
             time.sleep(min(pause, seconds - waited))
 
     def absent(self) -> list[int]:
-        """The ranks that have not agreed yet."""
+        """Return the ranks that have not agreed yet."""
         ranks = range(self.ranks)
         with contextlib.suppress(_GONE):
             return [rank for rank in ranks if not self.store.check([self._key(f"here/{rank}")])]
         return []
 
     def done(self) -> None:
-        """Delete this rank's key of the agreement. The verdict stays for late ranks."""
+        """Delete this rank's key of the agreement. The verdict is kept for late ranks."""
         with contextlib.suppress(_GONE):
             self.store.delete_key(self._key(f"here/{self.rank}"))
 
     def _decide(self, verdict: bytes) -> bool:
-        """Write the verdict, unless there is one already, and return whether the standing verdict is this one or unknown."""
+        """Write the verdict, unless one already exists. Return whether the verdict in the store is this one or unknown."""
         text = verdict.decode(errors="replace")
         with contextlib.suppress(_GONE):
             return bool(self.store.compare_set(self._key("verdict"), "", text) == text.encode())
@@ -184,8 +187,9 @@ def _problem_of(verdict: bytes) -> str:
 
 
 def _store() -> Any:
-    """A separate connection to the store of the default process group, so that other users of the store do not wait; None if there is no
-    store."""
+    """Return a separate connection to the store of the default process group, so that other users of the store do not wait; None if there
+    is no store.
+    """
     from torch.distributed import distributed_c10d
 
     try:

@@ -1,6 +1,7 @@
-"""Policy of what a push may cost the loop that makes it: for how long it holds a rank, and what becomes of one that fails.
+"""Policy of a push: how long it may block the rank that makes it, and how its failure is handled.
 
-Every way to push takes it as options, ``max_hold_s`` and ``on_failure``. It is decided here; the clients carry it out.
+Every method that pushes accepts the policy as the options ``max_hold_s`` and ``on_failure``. This module makes the decisions, and the
+clients carry them out.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from weighbridge.errors import DeadlineExceeded, InvalidArgument, Unavailable
 OnFailure = Literal["raise", "warn"]
 
 AGAIN_SECONDS = 3.0
-"""For how long a service that was away is tried, until it has answered: the loop has waited for it once already."""
+"""Seconds for which a service is retried that was unreachable and has not responded since. The loop has already waited for it once."""
 _REACH = 0.75
-"""Part of ``max_hold_s`` for which an absent service is tried: in the rest the other ranks learn of it."""
+"""Share of ``max_hold_s`` for which an unreachable service is retried. In the remaining time the other ranks learn of the failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class HoldPolicy:
-    """Cost that a push may have for the loop that makes it.
+    """How long a push may block the loop that makes it, and how its failure is handled.
 
     Attributes:
-        max_hold_s: seconds for which all waits of one call may hold the rank: for the service, for other ranks, for memory, for earlier pushes.
-            The copy itself is not a wait. None is the time-outs of each wait.
-        on_failure: ``raise``; or ``warn``, which logs why the push was skipped, and lets the loop go on.
+        max_hold_s: seconds for which one call may block the rank in total while it waits for the service, other ranks, memory and earlier
+            pushes. The copy itself is not a wait. None: each wait has its own timeout.
+        on_failure: ``raise``; or ``warn``, which logs why the push was skipped, and lets the loop continue.
     """
 
     max_hold_s: float | None = None
@@ -38,7 +39,7 @@ class HoldPolicy:
 
     @staticmethod
     def of(options: Mapping[str, object]) -> HoldPolicy:
-        """The policy that options of a push say. Raises InvalidArgument."""
+        """Return the policy that the options of a push describe. Raises InvalidArgument."""
         seconds, choice = options.get("max_hold_s"), options.get("on_failure", "raise")
         if seconds is not None and not (
             isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds < math.inf
@@ -52,14 +53,14 @@ class HoldPolicy:
 
     @property
     def warns(self) -> bool:
-        """Whether a failed push lets the loop go on."""
+        """Whether the loop continues after a failed push."""
         return self.on_failure == "warn"
 
     def begin(self, *, away: bool = False) -> Hold:
-        """The hold of one call, which begins now. Within another one it has begun with that, and ends no later.
+        """Return the hold of one call, which begins now. Inside another hold, it has the beginning of that one and does not end later.
 
         Args:
-            away: whether the service could not be reached by the call before, and this one may be skipped as well.
+            away: whether the previous call could not reach the service, so that this one may be skipped too.
         """
         outer, now_s = current_hold(), time.monotonic()
         until = math.inf if self.max_hold_s is None else now_s + self.max_hold_s
@@ -73,13 +74,13 @@ class HoldPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """The hold of one call on its rank.
+    """The time for which one call may block its rank.
 
     Attributes:
-        policy: what the call may cost.
-        until: moment until which it may wait, by the monotonic clock; infinite without a bound.
-        reach_seconds: for how long a service that does not answer is tried, at most.
-        began: moment at which the call began, by the monotonic clock; None if this is of no call.
+        policy: policy of the push.
+        until: time until which the call may wait, by the monotonic clock; infinite if it has no limit.
+        reach_seconds: maximum number of seconds for which a service that does not respond is retried.
+        began: time at which the call began, by the monotonic clock; None if this hold does not belong to a call.
     """
 
     policy: HoldPolicy = HoldPolicy()
@@ -89,31 +90,31 @@ class Hold:
 
     @property
     def left(self) -> float:
-        """Seconds for which it may still wait."""
+        """Seconds for which the call may still wait."""
         return max(self.until - time.monotonic(), 0.0)
 
     @property
     def is_over(self) -> bool:
-        """Whether it may wait no more."""
+        """Whether the call may not wait any longer."""
         return self.left <= 0.0
 
     @property
     def is_bound(self) -> bool:
-        """Whether there is a bound at all."""
+        """Whether the hold has a limit."""
         return self.until < math.inf
 
     def retry_seconds(self, wanted: float) -> float:
-        """For how long an absent service is tried, where ``wanted`` is what the client says."""
+        """Return the seconds for which an unreachable service is retried, given the client's setting ``wanted``."""
         return min(wanted, self.reach_seconds, self.left * _REACH)
 
     def call_seconds(self, wanted: float) -> float:
-        """Deadline of one call. Raises DeadlineExceeded if there is no time for one."""
+        """Return the deadline of one call. Raises DeadlineExceeded if no time is left for a call."""
         if self.is_over:
             raise self.exceeded("the push was still waiting")
         return min(wanted, self.left)
 
     def exceeded(self, what: str) -> DeadlineExceeded:
-        """The error of a call that has held its rank for as long as it may."""
+        """Return the error of a call that has blocked its rank for as long as it may."""
         return DeadlineExceeded(
             f"{what} after max_hold_s={self.policy.max_hold_s:g}"
             if self.policy.max_hold_s is not None
@@ -123,18 +124,18 @@ class Hold:
 
 
 FREE = Hold()
-"""The hold of a call without a bound."""
+"""The hold of a call without a limit."""
 _current: ContextVar[Hold] = ContextVar("hold", default=FREE)
 
 
 def current_hold() -> Hold:
-    """The hold of the call in which this runs; one without a bound elsewhere, and in threads that go on behind a call."""
+    """Return the hold of the current call. Outside of calls, and in threads that continue after a call, it is a hold without a limit."""
     return _current.get()
 
 
 @contextmanager
 def held(hold: Hold) -> Iterator[None]:
-    """In the block, this thread's calls to the service are of this hold."""
+    """Context in which this thread's calls to the service belong to this hold."""
     token = _current.set(hold)
     try:
         yield
@@ -143,5 +144,5 @@ def held(hold: Hold) -> Iterator[None]:
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether an error says that the service could not be reached."""
+    """Whether an error means that the service could not be reached."""
     return isinstance(error, Unavailable)
