@@ -97,7 +97,7 @@ class PullRun:
             self._loan = None
 
     def tensors(self) -> Iterator[PullStep]:
-        """Transfer the slices as tensors in host memory. If there is a loan, they are views of it; otherwise they have their own memory."""
+        """Transfer the slices as tensors in host memory. If there is a loan, they come from it; otherwise they have their own memory."""
         import torch
 
         placements, specs = self._plan.layout.placements, self._plan.layout.tensors

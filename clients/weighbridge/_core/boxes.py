@@ -1,8 +1,8 @@
 """Boxes: an offset and an extent inside a tensor, the arithmetic on them, and links of boxes of two tensors.
 
-Pure integer arithmetic on tuples; nothing here knows of dtypes, bytes or files. A box is a named tuple, as are shards, placements,
-links and copies: a large model has hundreds of thousands of each, and tuples are made, compared and hashed three times as fast as
-frozen dataclasses.
+The module does only integer arithmetic on tuples; it does not handle dtypes, bytes or files. Boxes, shards, placements, links and copies
+are named tuples: a large model has hundreds of thousands of each, and tuples are created, compared and hashed three times as fast as frozen
+dataclasses.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ __all__ = ["Box"]
 
 _MOST_COMPARED = 1 << 20
 _MOST_CUTS, _FREE_CUTS = 64, 1 << 18
-"""Limit on the work of `_Cuts`: it may sort `_FREE_CUTS` boxes in all, and each box `_MOST_CUTS` further times on average. A grid of eight
-axes sorts a box 36 times at most, and most of its boxes only a few times."""
+"""Limit on the work of `_Cuts`: it may sort `_FREE_CUTS` boxes in total, and additionally each box `_MOST_CUTS` times on average. In a grid
+of eight axes a box is sorted at most 36 times, and most boxes only a few times.
+"""
 
 
 class Box(NamedTuple):
-    """A rectangular region of a tensor, in elements. A scalar tensor has the one box ``Box((), ())``.
+    """A rectangular region of a tensor, in elements. A scalar tensor has exactly one box, ``Box((), ())``.
 
     Attributes:
         offset: first element on each axis.
@@ -35,7 +36,7 @@ class Box(NamedTuple):
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
-        """The box that covers all of a tensor of this shape."""
+        """Return the box that covers a whole tensor of this shape."""
         return Box((0,) * len(shape), tuple(shape))
 
     @property
@@ -52,25 +53,25 @@ class Box(NamedTuple):
         """Whether the box has the tensor's rank and lies inside it."""
         if not len(self.offset) == len(self.extent) == len(shape):
             return False
-        # a loop: it is asked for every shard of a large model, and a generator takes three times as long
+        # a loop: this runs for every shard of a large model, and a generator takes three times as long
         for o, e, n in zip(self.offset, self.extent, shape, strict=True):
             if o < 0 or e < 0 or o + e > n:
                 return False
         return True
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or None if there is none."""
+        """Return the common part; None if the boxes are disjoint."""
         offset = tuple(map(max, self.offset, other.offset))
         sides = zip(self.offset, self.extent, other.offset, other.extent, offset, strict=True)
         extent = tuple([min(a + b, c + d) - o for a, b, c, d, o in sides])
         return Box(offset, extent) if not extent or min(extent) > 0 else None
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        """The same region, counted from another origin."""
+        """Return the same region relative to another origin."""
         return Box(tuple([o - p for o, p in zip(self.offset, origin, strict=True)]), self.extent)
 
     def under(self, leading: tuple[int, ...]) -> Box:
-        """The same region of a tensor that is stacked under leading axes, at this index of them."""
+        """Return the same region of a tensor that is stacked along leading axes, at this index."""
         return Box((*leading, *self.offset), ((1,) * len(leading)) + self.extent)
 
     def __str__(self) -> str:
@@ -78,15 +79,15 @@ class Box(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A box of a source tensor whose elements are those of a box of a target tensor.
+    """A box of a source tensor that has the same elements as a box of a target tensor.
 
     Attributes:
         source: name of the source tensor.
-        source_box: which part of it.
+        source_box: box of the source tensor.
         target: name of the target tensor.
-        target_box: which part of that.
-        axes: for each target axis the source axis that runs along it, or None where the target's extent is one.
-            Source axes that do not occur have extent one. So axes may be permuted, added and taken away.
+        target_box: box of the target tensor.
+        axes: for each target axis the corresponding source axis, or None if the target's extent is one. Source axes that do not occur have
+            extent one. So axes may be permuted, added and removed.
     """
 
     source: str
@@ -97,11 +98,11 @@ class Link(NamedTuple):
 
     @property
     def is_identity(self) -> bool:
-        """Whether each element has the same place on both sides."""
+        """Whether each element has the same position on both sides."""
         return self.source_box == self.target_box and self.axes == tuple(range(len(self.axes)))
 
     def inverse(self) -> Link:
-        """The same link seen from the other side."""
+        """Return the link from the target to the source."""
         axes: list[int | None] = [None] * len(self.source_box.offset)
         for target_axis, source_axis in enumerate(self.axes):
             if source_axis is not None:
@@ -109,7 +110,7 @@ class Link(NamedTuple):
         return Link(self.target, self.target_box, self.source, self.source_box, tuple(axes))
 
     def to_target(self, box: Box) -> Box:
-        """The box of the target that holds a part of the source box."""
+        """Return the box of the target that corresponds to a part of the source box."""
         offset = list(self.target_box.offset)
         extent = [1] * len(offset)
         for axis, source_axis in enumerate(self.axes):
@@ -119,7 +120,7 @@ class Link(NamedTuple):
         return Box(tuple(offset), tuple(extent))
 
     def to_source(self, box: Box) -> Box:
-        """The box of the source that holds a part of the target box."""
+        """Return the box of the source that corresponds to a part of the target box."""
         offset = list(self.source_box.offset)
         extent = [1] * len(offset)
         for axis, source_axis in enumerate(self.axes):
@@ -129,7 +130,7 @@ class Link(NamedTuple):
         return Box(tuple(offset), tuple(extent))
 
     def placed(self, source: str, under: tuple[int, ...], target: str, onto: tuple[int, ...]) -> Link:
-        """The same link between tensors of other names that are stacked under leading axes, at these indexes of them."""
+        """Return the same link between tensors with other names that are stacked along leading axes, at these indexes."""
         source_box, target_box, axes = self.source_box, self.target_box, self.axes
         if under:
             source_box = source_box.under(under)
@@ -141,7 +142,7 @@ class Link(NamedTuple):
 
 
 def subtract(box: Box, others: Iterable[Box]) -> list[Box]:
-    """The elements of ``box`` that are in none of ``others``, as disjoint boxes."""
+    """Return the elements of ``box`` that are in none of ``others``, as disjoint boxes."""
     remaining = [box]
     for other in others:
         remaining = [piece for part in remaining for piece in _subtract_one(part, other)]
@@ -168,13 +169,14 @@ def _subtract_one(box: Box, other: Box) -> Iterator[Box]:
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
-    """Two boxes that share elements, as ``(i, j, common part)``, or None if all are disjoint.
+    """Return two boxes that share elements, as ``(i, j, common part)``; None if all are disjoint.
 
-    Boxes are split recursively by planes that go through none of them, so a grid of any size costs a few sorts. Only boxes that no
+    Boxes are split recursively by planes that do not cut any of them, so a grid of any size needs only a few sorts. Only boxes that no
     plane separates are compared with each other.
 
     Raises:
-        LayoutError: the search would take minutes, because planes separate too few boxes. Nothing that cuts tensors leaves such boxes.
+        LayoutError: the search would take minutes, because planes separate too few boxes. No known way to shard tensors produces such
+            boxes.
     """
     compared = 0
     cuts = _Cuts(boxes)
@@ -200,10 +202,10 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
 def gaps(box: Box, others: Sequence[Box]) -> Iterator[Box]:
     """Yield the elements of a box that are in none of others, as disjoint boxes. The others are disjoint and lie in the box.
 
-    The others are split as in `first_overlap`, so the first gaps are found soon, however many boxes there are.
+    The others are split as in `first_overlap`, so the first gaps are found soon, regardless of the number of boxes.
 
     Raises:
-        LayoutError: as `first_overlap`.
+        LayoutError: see `first_overlap`.
     """
     cuts = _Cuts(others)
     waiting = [(box, [index for index, other in enumerate(others) if other.volume])]
@@ -226,21 +228,21 @@ def gaps(box: Box, others: Sequence[Box]) -> Iterator[Box]:
 
 
 def _slab(box: Box, axis: int, start: int, end: int) -> Box:
-    """The part of a box from one plane across an axis to another."""
+    """Return the part of a box between two planes across an axis."""
     offset, extent = list(box.offset), list(box.extent)
     offset[axis], extent[axis] = start, end - start
     return Box(tuple(offset), tuple(extent))
 
 
 class _Cuts:
-    """Splits boxes by planes that go through none of them, within a limit on the work of all splits."""
+    """Splits boxes by planes that do not cut any of them, within a limit on the work of all splits."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._boxes = boxes
         self._left = _FREE_CUTS + _MOST_CUTS * len(boxes)
 
     def part(self, group: Sequence[int]) -> tuple[int, list[list[int]]]:
-        """An axis, and the parts along it; one part if no plane splits the group. Raises LayoutError beyond the limit on work."""
+        """Return an axis, and the parts along it; one part if no plane splits the group. Raises LayoutError beyond the limit on work."""
         for axis in range(len(self._boxes[group[0]].offset)):
             self._left -= len(group)
             if self._left < 0:
@@ -254,7 +256,7 @@ class _Cuts:
 
 
 def _parted(boxes: Sequence[Box], group: Sequence[int], axis: int) -> list[list[int]]:
-    """The group, cut wherever a plane across the axis goes through no box."""
+    """Split the group wherever a plane across the axis does not cut a box."""
     parted: list[list[int]] = []
     reach = -1
     for index in sorted(group, key=lambda i: boxes[i].offset[axis]):
@@ -267,7 +269,7 @@ def _parted(boxes: Sequence[Box], group: Sequence[int], axis: int) -> list[list[
 
 
 def row_major_boxes(extent: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The elements ``start`` to ``stop`` of a row-major array, as boxes in order: at most ``2 * rank - 1`` of them."""
+    """Return the elements ``start`` to ``stop`` of a row-major array as at most ``2 * rank - 1`` boxes, in order."""
     if start >= stop:
         return []
     if not extent:
@@ -292,13 +294,14 @@ def row_major_boxes(extent: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def strided_boxes(extent: Sequence[int], strides: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The elements of a strided array that lie in a range of the memory that it is a view of, as boxes of the array: at most ``2 * rank - 1``.
+    """Return the elements of a strided array that lie in a range of its memory, as at most ``2 * rank - 1`` boxes of the array.
 
     Args:
-        extent: of the array.
-        strides: how far elements lie apart along each axis, in elements; no two elements at one place, and none between those of one
-            index of an axis with a larger stride, as in any view that slicing and permuting a dense array gives.
-        start, stop: the range, counted from the array's first element.
+        extent: extent of the array.
+        strides: distance between neighbours along each axis, in elements. No two elements may share a place, and the elements at one index
+            of an axis may not be interleaved with those at another index. Any view that slicing and permuting a dense array produces
+            satisfies this.
+        start, stop: the range, relative to the array's first element.
     """
     order = sorted(range(len(extent)), key=lambda axis: -strides[axis] if extent[axis] > 1 else 0)
     sizes, steps = [extent[axis] for axis in order], [strides[axis] for axis in order]
@@ -310,7 +313,7 @@ def strided_boxes(extent: Sequence[int], strides: Sequence[int], start: int, sto
 
 
 def _before(extent: Sequence[int], strides: Sequence[int], position: int) -> int:
-    """Number of elements of a strided array that lie before a position in memory. Axes come in descending order of their strides."""
+    """Return the number of elements of a strided array that lie before a position in memory. Axes are in descending order of their strides."""
     left, found, volume = max(position, 0), 0, math.prod(extent)
     for size, stride in zip(extent, strides, strict=True):
         if size > 1:

@@ -1,4 +1,4 @@
-"""Strided copies of bytes between a stream and a file, as values: what every plan comes to in the end."""
+"""Strided copies of bytes between a stream and a file, as values. Every plan is finally expressed in such copies."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ F = TypeVar("F", bound=Hashable)
 
 
 class ByteCopy(NamedTuple, Generic[F]):
-    """Bytes of a stream, or of a part of one, and where they lie in a file or in memory; one byte for each index.
+    """Bytes of a stream, or of a part of it, and their places in a file or in memory. Each index stands for one byte.
 
     Attributes:
-        extent: how many bytes on each axis; those of the last one are next to each other on both sides.
-        stream_offset: the first byte in the stream.
-        stream_strides: distances in the stream, in bytes.
-        file: which file or memory, by name or by number.
-        file_offset: the first byte in it.
-        file_strides: distances in it, in bytes.
+        extent: number of bytes on each axis. The bytes of the last axis are adjacent on both sides.
+        stream_offset: offset of the first byte in the stream.
+        stream_strides: strides in the stream, in bytes.
+        file: the file or memory, by name or by number.
+        file_offset: offset of the first byte in the file.
+        file_strides: strides in the file, in bytes.
     """
 
     extent: tuple[int, ...]
@@ -30,12 +30,12 @@ class ByteCopy(NamedTuple, Generic[F]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are copied."""
+        """Number of bytes that are copied."""
         return math.prod(self.extent)
 
     @property
     def dense(self) -> bool:
-        """Whether it is one run of bytes on both sides."""
+        """Whether the bytes are one contiguous run on both sides."""
         return len(self.extent) == 1
 
     @property

@@ -36,17 +36,17 @@ class Check(JsonValue):
 
     @staticmethod
     def ok(name: str, what: str) -> Check:
-        """The result of a check without a finding that needs a fix."""
+        """Return the result of a check that found nothing to fix."""
         return Check(name, CheckStatus.OK, what)
 
     @staticmethod
     def warn(name: str, what: str, fix: str) -> Check:
-        """The result of a check of something that works, but not as well as it could, or not for much longer."""
+        """Return the result of a check of something that works, but not as well as it could, or not for much longer."""
         return Check(name, CheckStatus.WARN, what, fix)
 
     @staticmethod
     def fail(name: str, what: str, fix: str) -> Check:
-        """The result of a check of something that should work but does not."""
+        """Return the result of a check of something that should work but does not."""
         return Check(name, CheckStatus.FAIL, what, fix)
 
     def __str__(self) -> str:

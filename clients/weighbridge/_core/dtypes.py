@@ -1,8 +1,7 @@
-"""Element types, with the names that safetensors, torch and people have for them.
+"""Element types, with the names that safetensors, torch and users give them.
 
-One table. The canonical name is the one that safetensors writes in its headers (``BF16``), because that is what
-stands in every file that the service keeps. Source of the names: the safetensors format description, and
-``torch.dtype``.
+The canonical name is the one in safetensors headers (``BF16``), because every file that the service stores contains it. The names come from
+the safetensors format description and from ``torch.dtype``.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class DType:
     Attributes:
         name: safetensors' name, e.g. ``BF16``; the canonical one.
         torch_name: attribute of the ``torch`` module, e.g. ``bfloat16``.
-        short: what people type on a command line, e.g. ``bf16``.
+        short: the name that users type on a command line, e.g. ``bf16``.
         itemsize: bytes of one element.
     """
 
@@ -44,11 +43,11 @@ class DType:
 
     @property
     def is_float(self) -> bool:
-        """Whether it is what weights are computed with: a floating-point number of 16 bits or more."""
+        """Whether engines compute weights in this dtype: a floating-point number of 16 bits or more."""
         return self.short in ("bf16", "fp16", "fp32", "fp64")
 
     def widens_to(self, other: DType) -> bool:
-        """Whether all of its floating-point numbers are numbers of another dtype, so that a cast to that one is exact."""
+        """Whether another floating-point dtype can represent all of its numbers, so that a cast to it is exact."""
         return self.is_float and other.is_float and self.itemsize < other.itemsize
 
     def __str__(self) -> str:
@@ -78,14 +77,14 @@ DTYPES: tuple[DType, ...] = (
 _BY_SAFETENSORS_NAME = {dtype.name: dtype for dtype in DTYPES}
 _BY_ANY_NAME = {name: d for d in DTYPES for name in (d.name, d.name.lower(), d.torch_name, d.short)}
 NAMES: tuple[str, ...] = tuple(_BY_ANY_NAME)
-"""All names that `parse` knows, without ``torch.``."""
+"""All names that `parse` accepts, without ``torch.``."""
 
 
 def from_safetensors(name: str) -> DType:
-    """The dtype that a safetensors header calls ``name``.
+    """Return the dtype with this name in a safetensors header.
 
     Raises:
-        InvalidArgument: no such dtype, or one whose elements are smaller than a byte.
+        InvalidArgument: the dtype does not exist, or its elements are smaller than a byte.
     """
     found = _BY_SAFETENSORS_NAME.get(name)
     if found is None:
@@ -96,21 +95,21 @@ def from_safetensors(name: str) -> DType:
 
 
 def from_torch(dtype: torch.dtype) -> DType:
-    """The dtype for a ``torch.dtype``.
+    """Return the dtype for a ``torch.dtype``.
 
     Raises:
-        InvalidArgument: torch has it, safetensors does not.
+        InvalidArgument: safetensors does not support the dtype.
     """
     return parse(dtype)
 
 
 def parse(dtype: str | torch.dtype | DType) -> DType:
-    """The dtype for any of its names, ``BF16``, ``bf16``, ``bfloat16``, ``torch.bfloat16``, or for ``torch.bfloat16`` itself.
+    """Return the dtype for any of its names, ``BF16``, ``bf16``, ``bfloat16``, ``torch.bfloat16``, or for ``torch.bfloat16`` itself.
 
     Raises:
         InvalidArgument: no dtype has that name.
     """
-    name = str(dtype)  # torch's too, without importing it
+    name = str(dtype)  # works for torch's dtypes too, without importing torch
     found = _BY_ANY_NAME.get(name.removeprefix("torch."))
     if found is None:
         raise InvalidArgument(

@@ -6,13 +6,13 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 
 MOST_LEVELS = 8
-"""Components of a name: the folders that a file lies in, and the file's own name."""
+"""Maximum number of components of a name: the folders that contain the file, and the file's own name."""
 MOST_CHARACTERS = 256
-"""Of a name, slashes included."""
+"""Maximum length of a name, including slashes."""
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-"""The file that describes the weights of a model, and that of an adapter, as transformers and peft call them."""
+"""Names of the files in which transformers describes the weights of a model, and peft those of an adapter."""
 SIGNATURES_FOLDER = "signatures"
-"""Folder of an exported version in which its signatures lie: no file of a version is in one of this name."""
+"""Folder in an exported version that contains its signatures. A version does not have files in a folder with this name."""
 ALLOWED = (
     f"1 to 128 letters, digits, '-', '_' or '.', not starting with '-' or '.', in at most {MOST_LEVELS - 1} folders and with at most "
     f"{MOST_CHARACTERS} characters in all"
@@ -22,7 +22,7 @@ _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 def is_adapter(files: Collection[str]) -> bool:
-    """Whether the files besides the weights, by their names, are those of an adapter of peft and not of a model."""
+    """Whether these names of files other than the weights belong to a peft adapter and not to a model."""
     return ADAPTER_CONFIG in files and CONFIG not in files
 
 
@@ -40,11 +40,11 @@ def is_file_name(name: object) -> bool:
 
 
 def folders_above(name: str) -> Iterator[str]:
-    """The folders that a file of this name lies in, the innermost first."""
+    """Yield the folders that contain a file of this name, the innermost first."""
     while name := name.rpartition("/")[0]:
         yield name
 
 
 def folders_of(names: Iterable[str]) -> frozenset[str]:
-    """The folders that files with these names lie in, at every level."""
+    """Return the folders, at every level, that contain files with these names."""
     return frozenset(folder for name in names for folder in folders_above(name))

@@ -1,4 +1,4 @@
-"""Values as JSON: frozen dataclasses by the names of their fields."""
+"""Values as JSON: frozen dataclasses become objects with the names of their fields."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any, ClassVar
 
 
 class JsonValue:
-    """Base of dataclasses that are shown as JSON."""
+    """Base class of dataclasses that are shown as JSON."""
 
     __slots__ = ()
     ALSO_IN_JSON: ClassVar[tuple[str, ...]] = ()
-    """Properties that are shown beside the fields."""
+    """Properties that are shown in addition to the fields."""
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, and the properties of `ALSO_IN_JSON`, as JSON values by name."""
+        """Return the fields, and the properties of `ALSO_IN_JSON`, as JSON values by name."""
         kind: Any = type(self)
         return {name: json_value(getattr(self, name)) for name in (*names_of(kind), *self.ALSO_IN_JSON)}
 
 
 @functools.cache
 def names_of(kind: Any) -> tuple[str, ...]:
-    """Names of a dataclass's fields."""
+    """Return the names of a dataclass's fields."""
     return tuple(each.name for each in dataclasses.fields(kind))
 
 
 def json_value(value: Any) -> Any:
-    """The value as `json` can write it. It may contain `JsonValue` dataclasses and enums at any depth."""
-    if type(value) in (int, str, bool, float):  # nearly all of them
+    """Return the value in a form that `json` can write. It may contain `JsonValue` dataclasses and enums at any depth."""
+    if type(value) in (int, str, bool, float):  # nearly all values
         return value
     match value:
         case JsonValue():

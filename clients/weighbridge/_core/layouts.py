@@ -1,9 +1,8 @@
 """Layouts: boxes of tensors, and their places in buffers.
 
-The shards of a trainer rank, a folder of safetensors files and the slices that an engine wants are all one type. Every
-shard lies dense and row-major at a byte offset of a named buffer. The shards of a rank, and the slices of a pull, lie
-one behind the other in one buffer, the **stream**, whose name is the empty string; the shards of an HF folder lie in
-buffers named like its files.
+The shards of a trainer rank, a folder of safetensors files and the slices for an engine all have this type. Every shard is stored dense and
+row-major at a byte offset of a named buffer. The shards of a rank, and the slices of a pull, follow each other in one buffer, the
+**stream**, whose name is the empty string. The shards of a Hugging Face folder are in buffers that are named after its files.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ __all__ = ["Layout", "Placement", "Shard", "TensorSpec"]
 
 STREAM = ""
 MAX_RANK = 8
-"""Most axes of a tensor. The known weight with the most axes, a convolution over video patches, has five."""
+"""Maximum number of axes of a tensor. The known weight with the most axes, a convolution over video patches, has five."""
 MAX_NAME_LENGTH = 512
 MAX_TENSORS = 500_000
-"""Most tensors of a model. The largest known model has 70,000."""
+"""Maximum number of tensors of a model. The known model with the most tensors has 70,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,9 @@ class Shard(NamedTuple):
 
     Attributes:
         tensor: name of the tensor.
-        box: which part of it, in elements of the global tensor.
-        main: whether this is the main replica. Of all the shards with one box exactly one is (Megatron's
-            ``replica_id`` is all zeros); the others hold the same bytes.
+        box: box of the tensor, in elements of the global tensor.
+        main: whether this is the main replica. Of all shards with the same box exactly one is the main replica (Megatron's ``replica_id``
+            is all zeros); the others hold the same bytes.
     """
 
     tensor: str
@@ -67,7 +66,7 @@ class Shard(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Place of a shard, which lies dense and row-major from byte `offset` of `buffer` on."""
+    """Place of a shard, which is stored dense and row-major from byte `offset` of `buffer`."""
 
     shard: Shard
     buffer: str
@@ -77,7 +76,7 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors, and where their shards lie.
+    """Tensors, and the places of their shards.
 
     Attributes:
         tensors: all tensors that occur, by name.
@@ -89,11 +88,11 @@ class Layout:
 
     @staticmethod
     def stream(specs: Iterable[TensorSpec], shards: Sequence[Shard]) -> Layout:
-        """The layout in which ``shards`` follow each other in one stream.
+        """Return the layout in which ``shards`` follow each other in one stream.
 
         Raises:
-            LayoutError: a shard names a tensor that is not among ``specs``, or does not fit into it; two specs have
-                one name and differ.
+            LayoutError: a shard names a tensor that is not in ``specs``, or does not fit into it; or two specs have the same name and
+                differ.
         """
         tensors: dict[str, TensorSpec] = {}
         for spec in specs:
@@ -120,7 +119,7 @@ class Layout:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all shards together; the length of the stream, if it is one."""
+        """Bytes of all shards together; the length of the stream, if the layout is one."""
         return sum(p.nbytes for p in self.placements)
 
     @cached_property
@@ -131,7 +130,7 @@ class Layout:
 
     @cached_property
     def by_tensor(self) -> Mapping[str, tuple[int, ...]]:
-        """Indexes into `placements` for each tensor."""
+        """The indexes in `placements` for each tensor."""
         found: dict[str, list[int]] = {}
         for index, placement in enumerate(self.placements):
             found.setdefault(placement.shard.tensor, []).append(index)
@@ -139,7 +138,7 @@ class Layout:
 
     @cached_property
     def digest(self) -> str:
-        """Identity of the content: SHA-256, as 64 hex digits, over a canonical JSON text.
+        """Digest of the content: SHA-256, as 64 hex digits, of a canonical JSON text.
 
         The text is ``[[name, dtype, shape] ... sorted by name], [[name, offset, extent, main, buffer, byte offset]
         ... in order]``, without spaces.
@@ -162,7 +161,7 @@ class Layout:
         return len(self.by_tensor) == len(self.tensors)
 
     def renamed(self, names: Mapping[str, str]) -> Layout:
-        """The layout of the tensors that have an entry in ``names``, under their new names and at the same places."""
+        """Return the layout of the tensors that have an entry in ``names``, under their new names and at the same places."""
         return Layout(
             MappingProxyType({new: replace(self.tensors[old], name=new) for old, new in names.items()}),
             tuple(
@@ -173,11 +172,11 @@ class Layout:
         )
 
     def without(self, names: Collection[str]) -> Layout:
-        """All but some of its tensors."""
+        """Return the layout without the tensors with these names."""
         return self.renamed({name: name for name in self.tensors if name not in names})
 
     def select(self, indexes: Sequence[int]) -> Layout:
-        """The stream of only these shards, in this order; this layout itself, if it is that stream."""
+        """Return the stream of only these shards, in this order; this layout itself, if it is already that stream."""
         if self._is_stream and list(indexes) == list(range(len(self.placements))):
             return self
         tensors: dict[str, TensorSpec] = {}
@@ -207,7 +206,7 @@ class WeightLinks:
 
 
 def adapter_digest(config_json: bytes, tensors: Iterable[TensorSpec]) -> str:
-    """Digest that identifies an adapter, as 64 hex digits: SHA-256 over its ``adapter_config.json`` and the digest of its tensors.
+    """Return the digest that identifies an adapter, as 64 hex digits: SHA-256 of its ``adapter_config.json`` and the digest of its tensors.
 
     Args:
         config_json: content of ``adapter_config.json``.
@@ -217,7 +216,7 @@ def adapter_digest(config_json: bytes, tensors: Iterable[TensorSpec]) -> str:
 
 
 def check_spec(spec: TensorSpec) -> None:
-    """Refuse a tensor whose name or shape no model has, because tensors that come over the wire are not trusted.
+    """Refuse a tensor whose name or shape cannot belong to a model, because tensors that are received over the network are not trusted.
 
     Raises:
         LayoutError: the tensor breaks a rule (names it).

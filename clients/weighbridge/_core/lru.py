@@ -1,4 +1,4 @@
-"""Cache of the values used last, bounded by their total weight."""
+"""Cache of the most recently used values, bounded by their total weight."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ V = TypeVar("V")
 
 
 class Cache(Generic[V]):
-    """The values used last, by key. Thread-safe; a value that two threads miss at once may be made twice.
+    """The most recently used values, by key. Thread-safe. If two threads miss a value at the same time, it may be made twice.
 
     Args:
-        kept: largest total weight of the values; one value is kept whatever its weight.
+        kept: maximum total weight of the values. One value is kept regardless of its weight.
         weigh: returns the weight of a value; by default 1.
     """
 
@@ -26,7 +26,7 @@ class Cache(Generic[V]):
         self._values: OrderedDict[Hashable, V] = OrderedDict()
 
     def get(self, key: Hashable) -> V | None:
-        """The value of a key, or None."""
+        """Return the value of a key, or None."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
@@ -38,8 +38,9 @@ class Cache(Generic[V]):
             self._put(key, value)
 
     def put_instead(self, key: Hashable, old: V | None, value: V) -> V:
-        """Replace ``old``, or add the value if there is none (compare-and-swap). If another thread has put another value, return that
-        one."""
+        """Replace ``old``, or add the value if the key does not have one (compare-and-swap). If another thread has put a different value,
+        return that value.
+        """
         with self._lock:
             there = self._values.get(key)
             if there is not None and there is not old:
@@ -63,12 +64,12 @@ class Cache(Generic[V]):
 
     @property
     def keys(self) -> list[Any]:
-        """The keys of the values, the least recently used first."""
+        """Return the keys of the values, the least recently used first."""
         with self._lock:
             return list(self._values)
 
     def drop(self, key: Hashable) -> None:
-        """Drop the value of a key, if there is one."""
+        """Drop the value of a key, if it has one."""
         with self._lock:
             there = self._values.pop(key, None)
             if there is not None:
@@ -81,6 +82,8 @@ class Cache(Generic[V]):
                 self.drop(key)
 
     def get_or_make(self, key: Hashable, make: Callable[[], V]) -> V:
-        """The value of a key, made now if there is none. Callers that make one at the same time all get the first one."""
+        """Return the value of a key; make it if the key does not have one. Callers that make a value at the same time all get the first
+        one.
+        """
         found = self.get(key)
         return self.put_instead(key, None, make()) if found is None else found

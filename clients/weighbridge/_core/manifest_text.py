@@ -1,4 +1,4 @@
-"""Manifest of a version as a client reads it: whose it is, where it comes from, and which files it lists. docs/manifest.md has the format."""
+"""Manifest of a version as a client reads it: its version, its origin, and the files that it lists. docs/manifest.md describes the format."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ListedFile:
     """A file that a manifest lists.
 
     Attributes:
-        size: in bytes.
-        sha256: of its content, as 64 hex digits; empty if the manifest does not say.
+        size: size in bytes.
+        sha256: SHA-256 of the content, as 64 hex digits; empty if the manifest does not contain it.
     """
 
     size: int
@@ -33,17 +33,17 @@ class ManifestText:
     """A manifest.
 
     Attributes:
-        text: as it is stored.
+        text: text of the manifest as it is stored.
         model: ``namespace/name``.
-        number: of the version.
+        number: number of the version.
         step: the trainer's step.
         run: the trainer's name for its run.
-        parent: number of the version before; 0 if there was none.
-        files: by name, all files of the version but the manifest itself and block digests.
-        weights: names of those that hold tensors.
-        tensors: XXH3-128 of each tensor's bytes by its name, as 32 hex digits; of those for which the manifest has it.
+        parent: number of the previous version; 0 if this is the first.
+        files: all files of the version by name, except the manifest itself and block digests.
+        weights: names of the files that contain tensors.
+        tensors: XXH3-128 of each tensor's bytes by name, as 32 hex digits, for the tensors for which the manifest contains it.
         provenance: who pushed the version, and how.
-        metadata: what was pushed with it.
+        metadata: metadata that was pushed with the version.
     """
 
     text: bytes = field(repr=False)
@@ -60,12 +60,12 @@ class ManifestText:
 
     @property
     def digest(self) -> str:
-        """The digest with which its text ends, as 64 hex digits; empty if there is none."""
+        """The digest at the end of the text, as 64 hex digits; empty if the text does not contain one."""
         return str(json.loads(self.text).get("digest", ""))
 
     @staticmethod
     def read(text: bytes) -> ManifestText:
-        """The manifest of this text. Raises DataLoss if it is none."""
+        """Read a manifest from its text. Raises DataLoss if the text is not a manifest."""
         try:
             found = json.loads(text, object_pairs_hook=_unique)
             weights = found["parts"]["weights"]
@@ -103,7 +103,7 @@ class ManifestText:
 
     @property
     def sha256(self) -> str:
-        """Of its text, as 64 hex digits."""
+        """SHA-256 of the text, as 64 hex digits."""
         return hashlib.sha256(self.text).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Metadata of versions: scalars that a trainer gives them by name, their bounds, and comparisons by which versions are listed."""
+"""Metadata of versions: named scalars that a trainer gives them, their limits, and the conditions by which versions are listed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["BaseVersion", "Metadata"]
 
 MetadataValue: TypeAlias = str | int | float | bool
 Metadata: TypeAlias = Mapping[str, MetadataValue]
-"""Texts, finite numbers and booleans that a trainer attaches to the version that it pushes, by name."""
+"""Strings, finite numbers and booleans that a trainer attaches to the version that it pushes, by name."""
 
 OTHER_WRITER = "weighbridge.other_writer"
 """Key under which the service names a version that another job has pushed since the previous version of this job."""
@@ -27,13 +27,14 @@ BASE, BASE_DIGEST = "weighbridge.base", "weighbridge.base_digest"
 an opening, `BASE` is the base that a rank names, by a number or a ref."""
 ADAPTER_DIGEST = "weighbridge.adapter"
 """Key in an opening for the digest of the adapter that a rank pushes (`weighbridge._core.layouts.adapter_digest`). The service compares the
-digest and does not keep it."""
+digest and does not store it.
+"""
 OF_OPENING = frozenset((BASE, BASE_DIGEST, ADAPTER_DIGEST))
 """Names in the metadata of an opening that are not metadata of the version."""
 _OF_SERVICE = frozenset((OTHER_WRITER, *OF_OPENING))
 MAX_KEYS = 32
 MAX_BYTES = 4096
-"""Most bytes of the metadata of a version, as JSON."""
+"""Maximum number of bytes of the metadata of a version, as JSON."""
 _MAX_INTEGER = 2**63 - 1
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,63}")
 _CONDITION = re.compile(r"\s*([A-Za-z0-9_./-]+)\s*(>=|<=|!=|==|=|>|<)\s*(.*?)\s*", re.DOTALL)
@@ -48,7 +49,8 @@ _COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 def checked_metadata(metadata: Mapping[str, object]) -> dict[str, MetadataValue]:
-    """Metadata in the form that is kept: texts, 64-bit integers, finite numbers and booleans. A numpy scalar becomes its Python value.
+    """Return metadata in the form that is stored: strings, 64-bit integers, finite numbers and booleans. A numpy scalar becomes its Python
+    value.
 
     Raises:
         InvalidArgument: the metadata is not a mapping, a key or a value is invalid, or the metadata exceeds `MAX_KEYS` or `MAX_BYTES`.
@@ -70,12 +72,12 @@ def checked_metadata(metadata: Mapping[str, object]) -> dict[str, MetadataValue]
 
 
 def by_trainer(metadata: Metadata) -> Metadata:
-    """Metadata without the entries that the service adds."""
+    """Return metadata without the entries that the service adds."""
     return {key: value for key, value in metadata.items() if key not in _OF_SERVICE}
 
 
 def check_base(base: object) -> None:
-    """Refuse a base that is no text. Raises InvalidArgument."""
+    """Raise InvalidArgument if a base is not a string."""
     if not isinstance(base, str):
         raise InvalidArgument(
             f"the base is {shown(base)}, and no text", fix="name a version of a model, like acme/smol@17"
@@ -98,12 +100,12 @@ class BaseVersion(JsonValue):
 
     @property
     def metadata(self) -> dict[str, MetadataValue]:
-        """The entries of an adapter version's metadata that name this base."""
+        """Return the entries of an adapter version's metadata that name this base."""
         return {BASE: str(self), BASE_DIGEST: self.digest}
 
     @staticmethod
     def of(metadata: Metadata) -> BaseVersion | None:
-        """The base in the metadata of a stored or open version; None if the version has none."""
+        """Return the base in the metadata of a stored or open version; None if the version does not have one."""
         model, _, number = str(metadata.get(BASE, "")).partition("@")
         if not model or not (number.isascii() and number.isdecimal() and len(number) <= 12):
             return None
@@ -111,12 +113,12 @@ class BaseVersion(JsonValue):
 
 
 def with_other_writer(metadata: Metadata, other: str) -> Metadata:
-    """Metadata with the entry `OTHER_WRITER`, if there is another writer and room for the entry."""
+    """Return metadata with the entry `OTHER_WRITER`, if there is another writer and the entry fits within the limits."""
     if not other:
         return metadata
     try:
         return checked_metadata({OTHER_WRITER: other, **metadata})
-    except InvalidArgument:  # as much as there may be
+    except InvalidArgument:  # the metadata is already as large as it may be
         return metadata
 
 
@@ -126,7 +128,7 @@ def _checked_value(key: object, value: object) -> MetadataValue:
             f"metadata is called {str(key)[:80]!r}", fix="use up to 64 letters, digits, and _ . / -"
         )
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        value = value.item()  # type: ignore[attr-defined]  # bool_, int64 and float32 are none of Python's own
+        value = value.item()  # type: ignore[attr-defined]  # bool_, int64 and float32 are not Python types
     match value:
         case bool():
             return value
@@ -143,7 +145,8 @@ def _checked_value(key: object, value: object) -> MetadataValue:
 
 
 def parse_value(text: str) -> MetadataValue:
-    """Parse a typed value: a JSON number, ``true`` or ``false`` in any case, or a JSON string in quotes. Everything else is a text.
+    """Parse a value that a user typed: a JSON number, ``true`` or ``false`` in upper or lower case, or a JSON string in quotes. Everything
+    else is a string.
 
     Raises:
         InvalidArgument: the value is a number that is not finite.
@@ -184,10 +187,10 @@ class Condition:
         return Condition(found[1], "=" if found[2] == "==" else found[2], parse_value(found[3]))
 
     def holds(self, metadata: Metadata) -> bool:
-        """Whether the condition is true of a version's metadata.
+        """Whether a version's metadata meets the condition.
 
-        A condition on a missing key is false. Values of different kinds are unequal, and neither is less or greater. A text that parses as
-        a number or boolean counts as one in a comparison with a value that is not a text.
+        A condition on a missing key is false. Values of different kinds are unequal, and neither is less or greater. A string that parses
+        as a number or boolean counts as one in a comparison with a value that is not a string.
         """
         if self.key not in metadata:
             return False
@@ -209,7 +212,7 @@ def conditions(texts: Sequence[str]) -> list[Condition]:
 
 
 def all_hold(conditions: Iterable[Condition], metadata: Metadata) -> bool:
-    """Whether all conditions are true of a version's metadata."""
+    """Whether a version's metadata meets all conditions."""
     return all(condition.holds(metadata) for condition in conditions)
 
 

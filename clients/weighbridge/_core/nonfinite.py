@@ -1,6 +1,6 @@
-"""Non-finite elements: which bit patterns of each dtype are NaN or infinite, and how many of some bytes are.
+"""Non-finite elements: the bit patterns of each dtype that are NaN or infinite, and functions that count them.
 
-One definition for the rank that pushes, which counts in C or on its GPU, and the service, which counts again.
+The pushing rank, which counts in C or on its GPU, and the service, which counts again, use the same definition.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from weighbridge._core.dtypes import DType
 
 Bytes = NDArray[np.uint8]
 _WINDOW = 4 << 20
-"""Bytes that are counted at a time, which bounds what an exact count takes."""
+"""Number of bytes that are counted at a time, which limits the memory for an exact count."""
 
 
 class Encoding(NamedTuple):
     """Encoding of non-finite values in a dtype: a bit pattern is non-finite if all bits of a mask are set in it.
 
-    The mask covers the highest bits of the magnitude. So a pattern is also non-finite exactly if its magnitude, as an unsigned integer,
+    The mask covers the highest bits of the magnitude. Therefore a pattern is non-finite exactly if its magnitude, as an unsigned integer,
     is at least the mask.
 
     Attributes:
@@ -36,7 +36,7 @@ class Encoding(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """The sign bit, which is the one above the mask; 0 if there is none."""
+        """The sign bit, which is the bit above the mask; 0 if the dtype does not have one."""
         return 1 << self.mask.bit_length() & (1 << 8 * self.itemsize) - 1
 
     @property
@@ -60,18 +60,18 @@ _ENCODINGS: Mapping[str, Encoding] = {
 
 
 def encoding_of(dtype: DType) -> Encoding | None:
-    """The non-finite patterns of a dtype; None if all of its values are finite."""
+    """Return the encoding of a dtype's non-finite values; None if all of its values are finite."""
     return _ENCODINGS.get(dtype.name)
 
 
 class NonfiniteCounter:
-    """Number of non-finite elements of a tensor whose bytes come in order, in pieces of any size.
+    """Counts the non-finite elements of a tensor whose bytes arrive in order, in pieces of any size.
 
     Args:
-        encoding: of the elements; None if all are finite.
+        encoding: encoding of the elements; None if all are finite.
 
     Attributes:
-        count: so far.
+        count: number of non-finite elements so far.
     """
 
     def __init__(self, encoding: Encoding | None) -> None:
@@ -81,7 +81,7 @@ class NonfiniteCounter:
         self._expected = False
 
     def update(self, piece: Bytes) -> None:
-        """Take the next bytes."""
+        """Count the next bytes."""
         encoding = self._encoding
         if encoding is None:
             return
@@ -98,14 +98,14 @@ class NonfiniteCounter:
             self._count(part, encoding)
 
     def _count(self, data: Bytes, encoding: Encoding) -> None:
-        """Count whole elements, at least one. Where some were non-finite a moment ago, others probably are as well."""
+        """Count whole elements, at least one. If the previous bytes contained non-finite elements, these probably do too."""
         found = 0 if not self._expected and _all_finite(data, encoding) else _count_exactly(data, encoding)
         self._expected = found > 0
         self.count += found
 
 
 def count_nonfinite(data: Bytes, encoding: Encoding) -> int:
-    """Number of non-finite elements in some bytes. A remainder shorter than an element is ignored."""
+    """Return the number of non-finite elements in some bytes. A remainder shorter than an element is ignored."""
     counter = NonfiniteCounter(encoding)
     counter.update(data)
     return counter.count
@@ -117,10 +117,10 @@ def _windows(data: Bytes) -> Iterator[Bytes]:
 
 
 def _all_finite(data: Bytes, encoding: Encoding) -> bool:
-    """Whether all elements are finite, which is nearly always so: two reductions without a temporary.
+    """Whether all elements are finite, which is nearly always true. This takes two reductions without a temporary array.
 
-    The largest pattern as a signed integer is that of the largest positive value, and as an unsigned one that of the largest
-    negative.
+    The maximum of the patterns as signed integers belongs to the largest positive value, and as unsigned integers to the negative value
+    with the largest magnitude.
     """
     itemsize, mask, sign = encoding.itemsize, encoding.mask, encoding.sign
     largest = data.view(f"<u{itemsize}").max()

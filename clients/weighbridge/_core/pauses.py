@@ -1,6 +1,8 @@
-"""Lengths of pauses between tries: doubling, bounded, and random, so that many who failed at one moment do not come back at one.
+"""Lengths of pauses between attempts. They double up to a limit and are random, so that clients that failed at the same time do not retry
+at the same time.
 
-`Pauses` is pure: the caller brings the random number, of `DICE`. (Retry libraries sleep themselves, which neither an event loop nor a state machine can use.)
+`Pauses` does not have state: the caller passes a random number from `DICE`. (Retry libraries sleep themselves, which is of no use to an
+event loop or a state machine.)
 """
 
 from __future__ import annotations
@@ -12,20 +14,21 @@ from dataclasses import dataclass
 _MOST_DOUBLINGS = 64
 
 DICE = random.Random()
-"""Random numbers of this package's own. Python's generator belongs to the program: training seeds it, stores its state, and expects the same numbers after a
-restore; and ranks that seed it alike would pause alike."""
+"""The package's own random number generator. Python's generator belongs to the program: training seeds it, stores its state, and expects
+the same numbers after a restore. Ranks that give it the same seed would also have the same pauses.
+"""
 
 os.register_at_fork(after_in_child=DICE.seed)
 
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """Pauses of one kind, in seconds.
+    """Parameters of a sequence of pauses, in seconds.
 
     Attributes:
-        first: the first one, at its longest.
-        longest: of all.
-        steady: share of each that is not random, from 0 to 1.
+        first: maximum length of the first pause.
+        longest: maximum length of all pauses.
+        steady: share of each pause that is not random, from 0 to 1.
     """
 
     first: float
@@ -33,11 +36,11 @@ class Pauses:
     steady: float = 0.0
 
     def after(self, tries: int, random: float) -> float:
-        """The pause after so many tries before the last one.
+        """Return the pause after an attempt.
 
         Args:
-            tries: 0 for the first pause.
-            random: from 0 to 1.
+            tries: number of attempts before this one; 0 for the first pause.
+            random: random number from 0 to 1.
         """
         whole = min(self.first * 2.0 ** min(tries, _MOST_DOUBLINGS), self.longest)
         return whole * (self.steady + (1.0 - self.steady) * random)

@@ -1,4 +1,4 @@
-"""Sets of positions in a stream, such as the bytes that have arrived or that go to one replica."""
+"""Sets of positions in a stream, such as the bytes that have arrived or that are sent to one replica."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 
 class RangeSet:
-    """A set of byte positions, kept as sorted, disjoint, non-adjacent half-open ranges.
+    """A set of byte positions, stored as sorted, disjoint, non-adjacent half-open ranges.
 
     Args:
         ranges: the initial positions.
@@ -39,13 +39,13 @@ class RangeSet:
         self._size += end - start
 
     def claim(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Add positions as `add` does, and return the ranges of those that are new."""
+        """Add positions as `add` does, and return the ranges of the new ones."""
         fresh = self.gaps(start, end)
         self.add(start, end)
         return fresh
 
     def gaps(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The ranges from ``start`` up to ``end`` that the set does not hold."""
+        """Return the ranges from ``start`` up to ``end`` that the set does not contain."""
         found = []
         position = start
         for there_start, there_end in self.within(start, end):
@@ -57,18 +57,18 @@ class RangeSet:
         return found
 
     def within(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The ranges of the set from ``start`` up to ``end``, cut off at both."""
+        """Return the ranges of the set between ``start`` and ``end``, cut off at both."""
         first = bisect.bisect_right(self._ends, start)
         last = bisect.bisect_left(self._starts, end)
         return [(max(start, self._starts[i]), min(end, self._ends[i])) for i in range(first, last)]
 
     def end_from(self, position: int) -> int:
-        """The first position from ``position`` on that the set does not hold."""
+        """Return the first position from ``position`` on that the set does not contain."""
         i = bisect.bisect_right(self._starts, position) - 1
         return max(self._ends[i], position) if i >= 0 else position
 
     def covers(self, start: int, end: int) -> bool:
-        """Whether the set holds every position from ``start`` up to ``end``."""
+        """Whether the set contains every position from ``start`` up to ``end``."""
         if start >= end:
             return True
         i = bisect.bisect_right(self._starts, start) - 1

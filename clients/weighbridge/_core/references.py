@@ -1,4 +1,6 @@
-"""Reference to a version of a model: ``namespace/name@version``, or model and version separately; and the name of its training state."""
+"""Reference to a version of a model, as ``namespace/name@version`` or as model and version separately; and the name of the model's training
+state.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,14 @@ from dataclasses import dataclass
 from weighbridge.errors import InvalidArgument
 
 TRAINING = "training"
-"""The part of a model that holds training states; it follows the model's name after a colon: ``acme/smol:training``."""
+"""The part of a model that contains training states. It follows the model's name after a colon: ``acme/smol:training``."""
 _MOST_DIGITS = 20
 
 
 def training_of(model: str) -> str:
-    """The name of the part that holds a model's training states: ``acme/smol:training`` for ``acme/smol``, and for itself."""
+    """Return the name of the part that contains a model's training states: ``acme/smol:training`` for ``acme/smol`` and for
+    ``acme/smol:training``.
+    """
     return model if is_training(model) else f"{model}:{TRAINING}"
 
 
@@ -23,11 +27,11 @@ def is_training(model: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A model, and which version of it.
+    """A reference to a model and one of its versions.
 
     Attributes:
         model: ``namespace/name``.
-        version: a number or a ref; empty if none was named.
+        version: a number or a ref; empty if the reference does not name a version.
     """
 
     model: str
@@ -35,7 +39,7 @@ class Reference:
 
     @property
     def number(self) -> int:
-        """The version's number. Raises InvalidArgument if it is a ref, or none is named."""
+        """The version's number. Raises InvalidArgument if the version is a ref or is not named."""
         if (
             not (self.version.isascii() and self.version.isdigit() and len(self.version) <= _MOST_DIGITS)
             or not 0 < int(self.version) < 1 << 64
@@ -50,12 +54,12 @@ class Reference:
 
     @staticmethod
     def of(model: str, version: str | int | None = None, default: str = "") -> Reference:
-        """The reference that a caller names: ``"acme/smol", 17``, ``"acme/smol@17"``, or both, if they agree.
+        """Return the reference that a caller names: ``"acme/smol", 17``, ``"acme/smol@17"``, or both, if they agree.
 
         Args:
             model: with or without ``@version``.
-            version: number or ref; None if the caller left it out.
-            default: the version if the caller names none.
+            version: number or ref; None if the caller omitted it.
+            default: the version if the caller does not name one.
 
         Raises:
             InvalidArgument: the two contradict each other, or ``model`` is not MODEL@VERSION.
@@ -72,17 +76,18 @@ class Reference:
 
 
 def parse_reference(text: str, *, need_version: bool = True, by_number: bool = False) -> Reference:
-    """The model and version of ``namespace/name@version``.
+    """Parse ``namespace/name@version`` into a model and a version.
 
     Only the service knows whether the model and version exist, and whether the name is allowed.
 
     Args:
         text: text that a user typed.
         need_version: whether the text must name a version.
-        by_number: whether the error advises to name the version by its number.
+        by_number: whether the error tells the user to name the version by its number.
 
     Raises:
-        InvalidArgument: the text has no ``@`` although a version is needed, more than one ``@``, or nothing on one side of it.
+        InvalidArgument: the text does not contain ``@`` although a version is needed, contains more than one ``@``, or has nothing on one
+            side of it.
     """
     model, at, version = text.partition("@")
     if not at and need_version:

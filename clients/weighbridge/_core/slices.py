@@ -10,7 +10,7 @@ from weighbridge.errors import InvalidArgument
 __all__ = ["Boxes", "ExpertParallel", "FullTensors", "LayoutRequest", "TensorParallel"]
 
 MAX_VOCAB_MULTIPLE = 1 << 16
-"""Largest multiple to which a vocabulary is padded. Engines use 64, trainers up to 128 times the number of their ranks."""
+"""Maximum multiple to which a vocabulary is padded. Engines use 64, and trainers up to 128 times the number of their ranks."""
 _MAX_SIZE = (1 << 32) - 1
 
 
@@ -19,7 +19,7 @@ class FullTensors:
     """Whole tensors.
 
     Attributes:
-        names: only these, in this order; all tensors of the model if empty.
+        names: names of the tensors, in this order; all tensors of the model if empty.
     """
 
     names: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class FullTensors:
 
 @dataclass(frozen=True, slots=True)
 class ExpertParallel:
-    """Distribution of the experts of a model: each rank has a contiguous block of experts, and all blocks have one length.
+    """Distribution of the experts of a model: each rank has a contiguous block of experts, and all blocks have the same length.
 
     Attributes:
         size: number of ranks, or groups of ranks, over which the experts are distributed.
@@ -46,19 +46,19 @@ class ExpertParallel:
 class TensorParallel:
     """Slices of one rank of an engine, by the model's own parallel plan.
 
-    Key-value heads are replicated if there are fewer heads than ranks. A tensor that the plan does not cut comes whole. Experts and
-    layers of other ranks do not come at all. If the experts of a layer are stacked in one tensor with gate and up side by side, a
-    rank that does not have the whole tensor gets it as two boxes, gate before up.
+    Key-value heads are replicated if the model has fewer heads than ranks. A rank gets tensors that the plan does not shard whole. It does
+    not get experts and layers of other ranks. If the experts of a layer are stacked in one tensor with gate and up side by side, a rank
+    that does not have the whole tensor gets two boxes of it, gate before up.
 
     Attributes:
         size: number of ranks that share the model.
         rank: index of this rank, from 0.
-        experts: distribution of the experts; None if each expert is cut like the other layers.
+        experts: distribution of the experts; None if each expert is sharded like the other layers.
         layers: first decoder layer of a pipeline stage, and one past its last; None for all layers. The first stage also has the
-            embedding and everything before it, such as image towers. The last stage also has the final norm, the output layer
-            (or the embedding, if it is tied) and the layers that predict further tokens.
-        vocab_multiple: 1 leaves the vocabulary to the model's own plan. A larger number is for engines whose embedding and output
-            layer are vocabulary-parallel: both are padded with rows of zeros to a multiple of it, and then cut. 64 in vLLM and SGLang.
+            embedding and everything before it, such as image towers. The last stage also has the final norm, the output layer (or the
+            embedding, if it is tied) and the layers that predict additional tokens.
+        vocab_multiple: with 1, the model's own plan applies to the vocabulary. A larger number is for engines whose embedding and output
+            layer are vocabulary-parallel: both are padded with rows of zeros to a multiple of it, and then sharded. vLLM and SGLang use 64.
 
     Raises:
         InvalidArgument: a rank does not exist, layers are out of order, or the multiple is out of range.
@@ -122,4 +122,4 @@ class Boxes:
 
 
 LayoutRequest = FullTensors | TensorParallel | Boxes
-"""Parts of a version that a pull requests."""
+"""The parts of a version that a pull requests."""

@@ -1,8 +1,8 @@
 """Striping of a stream: the bytes that each of several calls transfers.
 
-A stream may be spread over several calls, each with its own connection. The stream is cut, from its first byte on, into stripes of
-1 MiB. Call ``index`` of ``count`` transfers the stripes whose number modulo ``count`` is ``index``. So all calls advance through the
-stream together, and the receiver that reassembles it buffers only a few messages.
+A stream may be spread over several calls, each with its own connection. Beginning with its first byte, the stream is divided into stripes
+of 1 MiB. Call ``index`` of ``count`` transfers the stripes whose number modulo ``count`` is ``index``. All calls therefore advance through
+the stream together, and the receiver that reassembles it buffers only a few messages.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 STRIPE_BYTES = 1 << 20
 """Bytes of a stripe, fixed by the contract. No message crosses the end of a stripe."""
 MOST_CALLS = 16
-"""Most calls over which a stream may be spread."""
+"""Maximum number of calls over which a stream may be spread."""
 _LEAST_BYTES = 64 << 20
-"""Length from which on a stream is spread: shorter ones gain nothing from a second call."""
+"""Minimum length of a stream that is spread. Shorter streams gain nothing from a second call."""
 _LEAST_CPUS = 4
-"""Processors from which on a stream is spread by default: with fewer, two calls only compete for them."""
+"""Minimum number of processors for which a stream is spread by default. With fewer, two calls only compete for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +34,15 @@ class Striping:
     index: int = 0
 
     def after(self, position: int) -> int:
-        """The first byte of this part at or after a position of the stream; may lie beyond the stream's end."""
+        """Return the first byte of this part at or after a position of the stream. It may lie beyond the stream's end."""
         stripe = position // STRIPE_BYTES
         ahead = (self.index - stripe) % self.count
         return (stripe + ahead) * STRIPE_BYTES if ahead else position
 
     def messages(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """The ranges of this part between two positions of the stream, cut into messages.
+        """Yield the ranges of this part between two positions of the stream, divided into messages.
 
-        A single call cuts messages of 1 MiB from its beginning; several calls cut at the ends of stripes.
+        A single call divides the range into messages of 1 MiB from its beginning; several calls divide it at the ends of stripes.
         """
         position = self.after(begin)
         while position < end:
@@ -57,10 +57,10 @@ WHOLE = Striping()
 
 
 def default_connections(cpus: int | None = None) -> int:
-    """Default number of connections over which a large stream is spread.
+    """Return the default number of connections over which a large stream is spread.
 
-    Measured over loopback: with 16 cores, two calls transfer a stream 1.3 to 1.6 times as fast as one, and more calls no faster;
-    with two cores, two calls are as fast as one or slower.
+    Measured over loopback: with 16 cores, two calls transfer a stream 1.3 to 1.6 times as fast as one, and more calls are not faster; with
+    two cores, two calls are as fast as one or slower.
 
     Args:
         cpus: number of processors that this process may use; by default they are counted.
@@ -69,5 +69,5 @@ def default_connections(cpus: int | None = None) -> int:
 
 
 def calls_for(nbytes: int, connections: int) -> int:
-    """Number of calls over which a stream of ``nbytes`` bytes is spread, with this many connections."""
+    """Return the number of calls over which a stream of ``nbytes`` bytes is spread, with this many connections."""
     return connections if nbytes >= _LEAST_BYTES else 1

@@ -1,4 +1,4 @@
-"""Tensor spaces: whose names the tensors of a layout have."""
+"""Tensor spaces: naming schemes of a layout's tensors."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["TensorSpace"]
 
 
 class TensorSpace(StrEnum):
-    """Names and shapes of a model's tensors, as one side has them."""
+    """Naming scheme and shapes of a model's tensors."""
 
     MEGATRON = "megatron"
-    """Those of megatron-core, as in ``sharded_state_dict()``."""
+    """Names and shapes of Megatron-core, as in ``sharded_state_dict()``."""
     HUGGING_FACE = "hugging_face"
-    """Those of the model's safetensors files."""
+    """Names and shapes of the model's safetensors files."""

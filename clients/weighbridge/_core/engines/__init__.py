@@ -2,8 +2,8 @@
 
 May import: `_core.json_values`, `_core.metadata`, `_core.text`, `weighbridge.errors`.
 
-- `facts`: what agents report of engines, and what the service knows of them.
-- `golden`: golden prompts, which engines are asked.
-- `step_parts`: parts of a step of training, from the opening of a version until an engine goes on with it.
-- `status`: how an engine stands, as its agent knows it.
+- `facts`: the reports of agents about engines, and the service's view of engines.
+- `golden`: golden prompts, which agents send to engines.
+- `step_parts`: parts of a training step, from the opening of a version until an engine continues with it.
+- `status`: status of an engine, as its agent knows it.
 """

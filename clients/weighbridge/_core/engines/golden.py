@@ -19,14 +19,14 @@ from weighbridge.errors import InvalidArgument, WeighbridgeError
 __all__ = ["GoldenPrompt"]
 
 PROMPTS, BOUND = "weighbridge.golden", "weighbridge.max_drift"
-"""Keys of a version's metadata: golden prompts, as a JSON array of pairs of arrays; and the largest drift that they allow."""
+"""Keys of a version's metadata: golden prompts, as a JSON array of pairs of arrays; and the maximum drift that they allow."""
 MOST_PROMPTS = 16
 MOST_TOKENS = 256
-"""Most tokens of one prompt. Metadata has room for about 250 tokens of all prompts together."""
+"""Maximum number of tokens of one prompt. Metadata can hold about 250 tokens of all prompts together."""
 _MOST_TOKEN = 2**31 - 1
 _DIGITS = 5
 _ABOVE_ZERO = 0.001
-"""Largest log probability that is accepted: a rounded softmax may be slightly above 1."""
+"""Largest accepted log probability. It is above 0, because a rounded softmax may be slightly above 1."""
 _MOST_FILE = 1 << 20
 
 
@@ -37,7 +37,7 @@ class GoldenPrompt(JsonValue):
     Attributes:
         tokens: 2 to 256 token ids.
         logprobs: natural logarithm of the probability that the model gives each token after the first, given all tokens before it; one
-            fewer than tokens. Kept with five digits after the point.
+            fewer than tokens. They are stored with five digits after the decimal point.
 
     Raises:
         InvalidArgument: the number of tokens or log probabilities is wrong, or one of them is invalid (names it).
@@ -88,7 +88,7 @@ class GoldenPrompts(JsonValue):
 
     Attributes:
         prompts: 1 to 16 prompts.
-        max_drift: largest difference of log probabilities that engines may have; None if the version sets no bound.
+        max_drift: maximum difference between an engine's log probabilities and these; None if the version does not set a bound.
     """
 
     prompts: tuple[GoldenPrompt, ...]
@@ -103,15 +103,15 @@ class GoldenPrompts(JsonValue):
 
     @property
     def text(self) -> str:
-        """Number of prompts and of their tokens, as text."""
+        """The number of prompts and of their tokens, as text."""
         tokens = sum(len(each.tokens) for each in self.prompts)
         return f"{counted(len(self.prompts), 'prompt')} of {counted(tokens, 'token')}"
 
     def metadata(self) -> dict[str, MetadataValue]:
-        """Entries of a version's metadata.
+        """Return the prompts as entries of a version's metadata.
 
         Raises:
-            InvalidArgument: the metadata of a version has no room for them.
+            InvalidArgument: the prompts are too large for the metadata of a version.
         """
         pairs = [[each.tokens, each.logprobs] for each in self.prompts]
         text = json.dumps(pairs, separators=(",", ":"))
@@ -124,10 +124,10 @@ class GoldenPrompts(JsonValue):
 
     @staticmethod
     def from_metadata(metadata: Metadata) -> GoldenPrompts | None:
-        """Golden prompts of a version; None if it has none.
+        """Return the golden prompts of a version; None if it does not have any.
 
         Raises:
-            InvalidArgument: the values of their keys are not golden prompts.
+            InvalidArgument: the values under the two keys are not golden prompts.
         """
         if PROMPTS not in metadata:
             return None
@@ -146,10 +146,11 @@ class GoldenPrompts(JsonValue):
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> GoldenPrompts:
-        """Read a file of them: JSON with ``prompts``, an array of objects with ``tokens`` and ``logprobs``, and perhaps ``max_drift``.
+        """Read golden prompts from a JSON file with ``prompts``, an array of objects with ``tokens`` and ``logprobs``, and optionally
+        ``max_drift``.
 
         Raises:
-            InvalidArgument: the file holds no golden prompts.
+            InvalidArgument: the file does not contain golden prompts.
             OSError: the file cannot be read.
         """
         with Path(path).open("rb") as file:
@@ -172,10 +173,10 @@ class GoldenPrompts(JsonValue):
 def golden_of(
     golden: Sequence[GoldenPrompt] | GoldenPrompts | str | os.PathLike[str] | None, max_drift: float | None
 ) -> GoldenPrompts | None:
-    """Golden prompts as a caller gives them: prompts, or the path of a file; None if there are none.
+    """Return the golden prompts that a caller gives, as prompts or as the path of a file; None if the caller does not give any.
 
     Raises:
-        InvalidArgument: the file holds no golden prompts, or the caller gives a bound without prompts.
+        InvalidArgument: the file does not contain golden prompts, or the caller gives a bound without prompts.
         OSError: the file cannot be read.
     """
     if golden is None:
@@ -197,7 +198,7 @@ def golden_of(
 
 
 def check_bound(max_drift: float | None) -> None:
-    """Raise InvalidArgument unless the value is a bound of drift or None."""
+    """Raise InvalidArgument unless the value is a bound on drift or None."""
     if max_drift is not None and not (_is_number(max_drift) and 0.0 <= max_drift < math.inf):
         raise InvalidArgument(
             f"the bound of drift is {shown(max_drift)}",
@@ -206,7 +207,7 @@ def check_bound(max_drift: float | None) -> None:
 
 
 def readable_metadata(metadata: Metadata) -> Mapping[str, MetadataValue]:
-    """Metadata for display: golden prompts are replaced by their number, because their JSON is not readable."""
+    """Return metadata for display. Golden prompts are replaced by their number, because their JSON is not readable."""
     if PROMPTS not in metadata:
         return metadata
     try:
@@ -217,7 +218,7 @@ def readable_metadata(metadata: Metadata) -> Mapping[str, MetadataValue]:
 
 
 def logprobs_text(logprobs: Iterable[float]) -> str:
-    """Mean of log probabilities, for people."""
+    """Return the mean of log probabilities as text."""
     found = tuple(logprobs)
     return f"{math.fsum(found) / len(found):.3f}"
 
@@ -227,8 +228,8 @@ def _is_number(value: object) -> bool:
 
 
 def _number(value: object) -> Any:
-    """A number as float, infinite beyond the range of float. Other values are returned unchanged, for `check_bound` to refuse."""
+    """Return a number as a float; infinite beyond the range of float. Other values are returned unchanged, and `check_bound` refuses them."""
     try:
         return float(value) if _is_number(value) else value  # type: ignore[arg-type]
-    except OverflowError:  # JSON has integers of any size
+    except OverflowError:  # JSON allows integers of any size
         return math.inf

@@ -15,15 +15,15 @@ class AgentStatus(EngineFacts):
     """Status of an engine, as its agent knows it. Times are Unix times in milliseconds, by the clock of the agent's machine.
 
     Attributes:
-        standing: the standing that the service reported last; `STANDING_STALE` if the service has not answered for the time of three
-            reports, and `STANDING_UNKNOWN` if it has never answered.
-        named: the version that the ref named at the last answer; 0 if none, or if that is unknown.
-        behind: number of versions after the one that the engine serves, up to the named one.
+        standing: the standing that the service reported last; `STANDING_STALE` if the service has not responded for the time of three
+            reports, and `STANDING_UNKNOWN` if it has never responded.
+        named: the version that the ref named according to the service's last response; 0 if it did not name one, or if that is unknown.
+        behind: number of versions after the one that the engine serves, up to ``named``.
         since_ms: time at which the engine entered its state.
         proof_time_ms: time at which the last proof ended; 0 if there was none.
-        heard_time_ms: time of the service's last answer; 0 if it has never answered.
+        heard_time_ms: time of the service's last response; 0 if it has never responded.
         unreachable_since_ms: time since which the service has been unreachable; 0 if it is reachable.
-        unreachable: reason why it is unreachable, or refuses reports.
+        unreachable: reason why the service is unreachable, or refuses reports.
     """
 
     standing: str = STANDING_UNKNOWN

@@ -1,8 +1,8 @@
 """Parts of a training step on its way to one engine: from the trainer's call of push until the engine computes with the new weights.
 
-`PARTS` is the only table of them: reports, the status page, metrics and the command line take names, order and meaning from it. A part is a
-duration in seconds, measured by the clock of one machine. Each part begins where the previous one ends, so that parts add up without
-comparing the clocks of two machines. A part that was not measured is missing.
+`PARTS` is the only table of the parts: reports, the status page, metrics and the command line use its names, order and meanings. A part is
+a duration in seconds, measured by the clock of one host. Each part begins where the previous one ends, so that the sum of parts does not
+depend on a comparison of two hosts' clocks. A part that was not measured is missing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from weighbridge._core.text.durations import readable_duration
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """One part.
+    """One part of a step.
 
     Attributes:
-        name: name in reports, in labels of metrics, and of the span if there is one.
+        name: name of the part in reports and labels of metrics, and of its span if it has one.
         end: the moment at which the part ends.
-        text: description of the moments between which the part lies.
+        text: description of the two moments between which the part lies.
         still: whether the engine is paused during the part.
         optional: whether the duration of the step is known without the part. If an optional part is missing, the next part begins where the
             missing one would have begun.
@@ -69,20 +69,23 @@ OF_AGENT = (
 """Parts that an agent measures of the engine beside it."""
 PARTS = (*OF_SERVICE, *OF_AGENT)
 _LAST = "resume"
-"""The part after which the engine goes on."""
+"""The part after which the engine continues."""
 
 Parts: TypeAlias = Mapping[str, float]
-"""Seconds of parts, by name. ``wait`` is below zero for an engine that stages a version while it arrives: ``begun`` then comes before ``ready``."""
+"""Seconds of parts, by name. ``wait`` is negative for an engine that stages a version while the version arrives: ``begun`` is then before
+``ready``.
+"""
 
 
 def chosen(parts: Parts, table: Iterable[StepPart] = PARTS) -> dict[str, float]:
-    """Those parts that a table names, in its order."""
+    """Return the parts that a table names, in its order."""
     return {each.name: parts[each.name] for each in table if each.name in parts}
 
 
 def offsets(parts: Parts) -> dict[str, float]:
-    """Moments of a step in seconds from `READY`, in the order of the table, up to the first that is not known. Those before `READY` are below
-    zero, and so are later ones of an engine that began early."""
+    """Return the moments of a step in seconds from `READY`, in the order of the table, up to the first that is not known. Moments before
+    `READY` are negative, and so are later ones of an engine that began early.
+    """
     found = dict[str, float]()
     if has_all(parts, BEFORE_READY):
         found[OFFERED if "offer" in parts else OPENED] = first = -sum(chosen(parts, BEFORE_READY).values())
@@ -92,7 +95,7 @@ def offsets(parts: Parts) -> dict[str, float]:
 
 
 def _ends(table: Iterable[StepPart], parts: Parts, begun: float) -> dict[str, float]:
-    """Ends of parts that follow each other, the first of which begins at a moment, up to the first that is not known."""
+    """Return the ends of consecutive parts, up to the first that is not known. The first part begins at ``begun``."""
     found, at = dict[str, float](), begun
     for each in table:
         if each.name in parts:
@@ -103,26 +106,27 @@ def _ends(table: Iterable[StepPart], parts: Parts, begun: float) -> dict[str, fl
 
 
 def step_seconds(parts: Parts) -> float | None:
-    """From the trainer's call of push until the engine goes on, or from the opening of the version if the call is not known; None if another part of it
-    is not known."""
+    """Return the seconds from the trainer's call of push until the engine continues; from the opening of the version if the time of the
+    call is not known; None if another part is not known.
+    """
     names = [each.name for each in PARTS]
     table = PARTS[: names.index(_LAST) + 1]
     return sum(chosen(parts, table).values()) if has_all(parts, table) else None
 
 
 def has_all(parts: Parts, table: Iterable[StepPart]) -> bool:
-    """Whether all parts of a table are known that are not optional."""
+    """Whether all parts of a table that are not optional are known."""
     return all(each.name in parts or each.optional for each in table)
 
 
 def step_text(parts: Parts) -> str:
-    """Parts in their order, and how long all took until the engine went on, for people; empty if there are none."""
+    """Return a text with the parts in order, and the total time until the engine continued; empty if no part is known."""
     said = ", ".join(f"{name} {readable_seconds(seconds)}" for name, seconds in chosen(parts).items())
     whole = step_seconds(parts)
     return said if whole is None else f"{said}; {readable_seconds(whole)} in all"
 
 
 def readable_seconds(seconds: float) -> str:
-    """A duration that may be below zero, for people."""
+    """Return a duration that may be negative as text."""
     sign = "-" if round(seconds, 3) < 0 else ""
     return f"{sign}{readable_duration(abs(seconds))}"

@@ -2,7 +2,7 @@
 
 May import: the rest of `_core`, `weighbridge.errors`.
 
-- `verbs`: what a caller must be allowed to do.
+- `verbs`: permissions that a caller needs.
 - `operation`: one call of the contract.
-- `table`: all of them.
+- `table`: all calls.
 """

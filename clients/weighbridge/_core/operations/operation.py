@@ -1,6 +1,6 @@
 """Operation of the control API, as data.
 
-gRPC handlers, HTTP routes, the methods of both clients, the table of access and the names of metrics follow from it.
+gRPC handlers, HTTP routes, the methods of both clients, the table of access and the names of metrics are derived from it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from weighbridge._core.operations.verbs import Verb
 Answer = TypeVar("Answer")
 
 CALL_SECONDS = 60.0
-"""Deadline of a call that is answered at once."""
+"""Deadline of a call to which the service responds immediately."""
 LONG_SECONDS = 3600.0
-"""Deadline of a call that reads all of a version, or goes over all of a model."""
+"""Deadline of a call that reads a whole version or processes a whole model."""
 
 
 class Required(Enum):
-    """Default of a parameter that has none."""
+    """Placeholder for the default of a required parameter."""
 
     REQUIRED = auto()
 
@@ -52,8 +52,8 @@ class Parameter:
         name: name of the request's field.
         kind: type of the value: `str`, `int`, `bool`, ``tuple[str, ...]``, or a dataclass that has the fields of the message.
         text: description without a full stop, for the documentation of clients and of HTTP.
-        default: value if the caller leaves the argument out.
-        offered: whether derived methods and routes take the argument.
+        default: value if the caller omits the argument.
+        offered: whether derived methods and routes accept the argument.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Parameter:
 
     @property
     def is_value(self) -> bool:
-        """Whether it is a dataclass."""
+        """Whether the argument is a dataclass."""
         return hasattr(self.kind, "__dataclass_fields__")
 
 
@@ -76,8 +76,8 @@ class Entry:
         method: gRPC service and method, such as ``ModelService.GetGate``.
         verb: permission that the caller needs.
         of: resource for which the caller needs it.
-        http: method and path, with ``{model}`` and further parameters; empty if there is no route.
-        route: name of the route; by default that of the method.
+        http: method and path, with ``{model}`` and other parameters; empty if the call does not have a route.
+        route: name of the route; by default the name of the method.
         seconds: deadline.
     """
 
@@ -95,7 +95,7 @@ class Entry:
 
     @property
     def rpc(self) -> str:
-        """Name of the gRPC method, without that of its service."""
+        """Name of the gRPC method, without the name of its service."""
         return self.method.partition(".")[2]
 
     @property
@@ -105,29 +105,29 @@ class Entry:
 
     @property
     def takes_long(self) -> bool:
-        """Whether the call reads all of a version, or goes over all of a model."""
+        """Whether the call reads a whole version or processes a whole model."""
         return self.seconds > CALL_SECONDS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation(Entry, Generic[Answer]):
-    """A call of which all code but its body is derived. It takes values, and returns one value, or a list at once or in pages.
+    """A call for which all code except its body is derived. Its arguments are values. It returns one value, or a list, whole or in pages.
 
     Attributes:
-        gives: type of the answer, or of each item of a list.
-        within: field of the response that holds the answer; empty if the response itself has the answer's fields.
+        gives: type of the result, or of each item of a list.
+        within: field of the response that contains the result; empty if the response itself has the result's fields.
         takes: arguments.
-        order: attribute by which the items of a list are sorted; empty if the answer is not a list.
-        pages: whether a list comes in pages, each of which begins after the `order` attribute of the last item of the previous page.
-        part: attribute of the answer that derived methods and routes return; empty if they return all of it, None if they return nothing.
-        pending: property of the answer that is true while the requested change is still to be done; HTTP answers 202 then. Empty if
-            there is none.
-        tag: group of the route in the OpenAPI document; empty if the route is written by hand.
-        call: name of the clients' method; empty if that is written by hand.
+        order: attribute by which the items of a list are sorted; empty if the result is not a list.
+        pages: whether a list is returned in pages. Each page begins after the `order` attribute of the last item of the previous page.
+        part: attribute of the result that derived methods and routes return; empty if they return all of it, None if they return nothing.
+        pending: property of the result that is true while the requested change is still pending; HTTP then responds with 202. Empty if the
+            result does not have one.
+        tag: group of the route in the OpenAPI document; empty if the route is written manually.
+        call: name of the clients' method; empty if the method is written manually.
         text: description, for the documentation of clients and of HTTP.
-        more: further description for clients.
+        more: additional description for clients.
         raises: errors that clients document, each with its cause.
-        example: lines of a doctest for clients, in which ``client`` is one. In the asyncio client's docstrings its calls are awaited.
+        example: lines of a doctest for clients, in which ``client`` is a client. In the asyncio client's docstrings its calls are awaited.
     """
 
     gives: type[Answer]
@@ -153,7 +153,7 @@ class Operation(Entry, Generic[Answer]):
 
     @property
     def offers(self) -> tuple[Parameter, ...]:
-        """Arguments that derived methods and routes take."""
+        """Arguments that derived methods and routes accept."""
         return tuple(each for each in self.takes if each.offered)
 
     def __post_init__(self) -> None:

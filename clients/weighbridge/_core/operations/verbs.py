@@ -9,7 +9,7 @@ class Verb(StrEnum):
     """Permission that a call needs. The value is its name in a scope."""
 
     PROBE = "probe"
-    """Ask whether the service lives; every caller may."""
+    """Ask whether the service is alive. Every caller may do this."""
     LOOK = "look"
     """Read the descriptions of models, versions and refs. Every scope for a model includes this verb for that model."""
     PULL = "pull"
@@ -23,7 +23,7 @@ class Verb(StrEnum):
     SIGN = "sign"
     """Add signatures to versions."""
     MANAGE = "manage"
-    """Delete models and versions, set the rules of which versions are kept and held, and export."""
+    """Delete models and versions, set the rules by which versions are kept and held, and export."""
     OBSERVE = "observe"
     """Read metrics and the service's report of its memory."""
     REPLICATE = "replicate"

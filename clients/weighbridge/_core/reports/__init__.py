@@ -1,8 +1,8 @@
-"""Reports of a service on its work: how far a push is, what a collection has done, what is used of limits.
+"""Reports of a service about its work: progress of a push, result of a collection, usage of limits.
 
 May import: `_core.json_values`.
 
-- `rank_progress`: how far each rank of a push is, and which of them the others waited for.
+- `rank_progress`: progress of each rank of a push, and the rank that the others waited for.
 - `collection`: result of collecting a model's versions.
-- `usage`: limits, and how much of them is used.
+- `usage`: limits and their usage.
 """

@@ -13,7 +13,7 @@ RULE_KEEP_EVERY = "keep_every"
 RULE_KEEP_YOUNGER = "keep_younger_s"
 RULE_KEEP_EVERY_STEPS = "keep_every_steps"
 RULE_KEEP_EVERYTHING = "keep_everything"
-"""Rule that keeps every version as long as the model has no other rule."""
+"""Rule that keeps every version as long as the model does not have another rule."""
 RULE_ADAPTERS = "adapters"
 """Rule that keeps every base of an adapter's version, in addition to the model's rules."""
 MOST_PROBLEMS = 100
@@ -26,23 +26,24 @@ class KeptVersion(JsonValue):
     number: int
     """Number of the version."""
     rules: tuple[str, ...]
-    """Rules that keep the version; `keep_everything` if the model has no rule."""
+    """Rules that keep the version; `keep_everything` if the model does not have rules."""
     refs: tuple[str, ...]
     """Refs that name the version, or that a pending request would move to it."""
     engines: tuple[str, ...] = ()
-    """Engines that serve the version or are being updated to it, as text; of many, the first ones and the number of the others."""
+    """Engines that serve the version or are being updated to it, as text. If there are many, the first ones and the number of the others.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingVersion(JsonValue):
-    """A retired version whose objects are still there."""
+    """A retired version whose objects still exist."""
 
     number: int
     """Number of the version."""
     until_ms: int
-    """End of the grace time, until which the objects stay; Unix time in milliseconds."""
+    """End of the grace time, until which the objects are kept; Unix time in milliseconds."""
     readers: int
-    """Leases of readers that keep the objects beyond the grace time."""
+    """Number of readers' leases that keep the objects beyond the grace time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Collection(JsonValue):
     dry_run: bool
     """Whether nothing was changed."""
     kept: tuple[KeptVersion, ...] = ()
-    """Versions that stay part of history, with the reasons."""
+    """Versions that stay part of the history, with the reasons."""
     retired: tuple[int, ...] = ()
     """Versions that this collection has retired."""
     waiting: tuple[WaitingVersion, ...] = ()
@@ -85,15 +86,15 @@ class Collection(JsonValue):
     deleted: tuple[DeletedVersion, ...] = ()
     """Versions whose objects were deleted."""
     given_up: tuple[int, ...] = ()
-    """Versions being received that were given up, because their leases had expired."""
+    """Versions that were being received and were given up, because their leases had expired."""
     swept: tuple[SweptVersion, ...] = ()
     """Leftover objects of versions that were aborted or deleted."""
     uploads_discarded: int = 0
-    """Number of unfinished uploads whose parts were removed; a dry run does not look for them."""
+    """Number of unfinished uploads whose parts were removed. A dry run does not search for them."""
     leases_removed: int = 0
     """Number of orphaned leases of readers that were removed."""
     problems: tuple[str, ...] = ()
-    """One line for each deletion that failed; the next collection tries again."""
+    """One line for each deletion that failed. The next collection tries again."""
 
     @property
     def deleted_bytes(self) -> int:

@@ -12,9 +12,9 @@ from weighbridge._core.text.counts import percent
 from weighbridge._core.text.sizes import readable_part, readable_size
 
 _NOTABLE_MS = 100
-"""Delay of the last rank behind the median rank from which on it has held up the push, in milliseconds."""
+"""Minimum delay of the last rank behind the median rank, in milliseconds, for which the rank counts as having held up the push."""
 _NOTABLE_SHARE = 0.1
-"""Such a delay as a share of the time from the first declaration to the last rank; the larger of both counts."""
+"""The same minimum as a share of the time from the first declaration to the last rank. The larger of both applies."""
 
 
 class RankStage(StrEnum):
@@ -23,7 +23,7 @@ class RankStage(StrEnum):
     MISSING = "missing"
     """The rank has not called the service."""
     DECLARED = "declared"
-    """The rank has declared its layout, and none of its bytes have arrived."""
+    """The rank has declared its layout, but its bytes have not begun to arrive."""
     COPYING = "copying"
     """The rank's process writes to shared memory itself, and reports only when it has written all bytes."""
     SENDING = "sending"
@@ -35,16 +35,17 @@ class RankStage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankProgress(JsonValue):
-    """Progress of one rank of a push. Times are Unix times in milliseconds, 0 if not yet.
+    """Progress of one rank of a push. Times are Unix times in milliseconds; 0 if the event has not happened yet.
 
     Attributes:
         rank: number of the rank.
-        declared_time_ms: when the rank declared its layout.
-        sealed_time_ms: when all bytes of the rank had arrived and it had sealed its push.
+        declared_time_ms: time at which the rank declared its layout.
+        sealed_time_ms: time at which all bytes of the rank had arrived and the rank had sealed its push.
         received_bytes: bytes of the rank's stream that have arrived.
-        total_bytes: bytes that the rank pushes; 0 before there is a plan.
+        total_bytes: bytes that the rank pushes; 0 before the service has planned the push.
         elsewhere: whether the rank pushes to another replica, which knows its progress.
-        copying: whether the rank's process writes to shared memory itself. The service then learns when it is done, and no progress before.
+        copying: whether the rank's process writes to shared memory itself. The service then learns only when the rank has finished, and
+            does not know its progress before.
     """
 
     rank: int
@@ -70,7 +71,7 @@ class RankProgress(JsonValue):
 
     @property
     def percent(self) -> int:
-        """Percentage of the rank's bytes that have arrived; 0 while it copies, since the service does not know its progress."""
+        """Percentage of the rank's bytes that have arrived; 0 while the rank copies, because the service does not know its progress then."""
         if self.stage is RankStage.SEALED:
             return 100
         return percent(self.received_bytes, self.total_bytes) if self.stage is RankStage.SENDING else 0
@@ -109,8 +110,9 @@ class HeldUp:
 
 
 def held_up(ranks: Sequence[RankProgress]) -> HeldUp | None:
-    """The rank that the others waited for longest, with its declaration or its seal; None if no rank was notably late. Declarations count
-    only if the times of all ranks are known, and so do seals."""
+    """Return the rank for whose declaration or seal the others waited longest; None if no rank was notably late. Declarations count only if
+    they are known for all ranks; so do seals.
+    """
     found = [each for each in (_last(ranks, declaring=True), _last(ranks, declaring=False)) if each]
     return max(found, key=lambda each: each.behind_ms, default=None)
 

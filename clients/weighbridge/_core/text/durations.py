@@ -1,23 +1,23 @@
-"""Durations for people."""
+"""Durations as text."""
 
 from __future__ import annotations
 
 _PARTS = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
-"""A unit in seconds, and the one of its remainder."""
+"""Units with their seconds, each with the unit of its remainder."""
 
 
 def readable_age(since_ms: int, now_ms: float) -> str:
-    """Time since a moment as text. Both arguments are Unix times in milliseconds."""
+    """Return the time since a moment as text. Both arguments are Unix times in milliseconds."""
     return readable_duration(max(now_ms - since_ms, 0) / 1000, rough=True)
 
 
 def readable_duration(seconds: float, *, rough: bool = False) -> str:
-    """A duration in two units at most: ``840 ms``, ``4.20 s``, ``12.3 s``, ``2 min 05 s``, ``1 h 07 min``, ``3 d``.
+    """Return a duration in at most two units: ``840 ms``, ``4.20 s``, ``12.3 s``, ``2 min 05 s``, ``1 h 07 min``, ``3 d``.
 
     Args:
         seconds: the duration.
-        rough: whether to give only a whole number of the largest unit, as for an age, which changes while it is read: ``12 s``, ``119 s``,
-            ``5 min``, ``3 h``.
+        rough: whether to return only a whole number of the largest unit, for example for an age, which changes while the user reads it:
+            ``12 s``, ``119 s``, ``5 min``, ``3 h``.
     """
     if rough:
         scale, unit = next(((each[0], each[1]) for each in _PARTS if seconds >= 2 * each[0]), (1, "s"))

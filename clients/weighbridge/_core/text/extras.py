@@ -1,4 +1,4 @@
-"""Optional dependencies: what to install where one is missing."""
+"""Optional dependencies: what to install if one is missing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from weighbridge.errors import FailedPrecondition
 
 @contextmanager
 def needs_extra(extra: str, what: str = "this command") -> Iterator[None]:
-    """Say which extra is missing if an import in the block fails.
+    """Raise an error that names the missing extra if an import in the block fails.
 
     Args:
-        extra: brings the packages that the block imports.
-        what: needs them.
+        extra: the extra that contains the packages that the block imports.
+        what: the feature that needs the packages, for the error.
 
     Raises:
         FailedPrecondition: a package is not installed.

@@ -1,4 +1,4 @@
-"""Texts that are longer than there is room."""
+"""Shortening of long text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _READABLE = 200
 
 
 def shortened(text: str, most: int) -> str:
-    """A text of at most so many characters; one that is longer ends after a word, with an ellipsis."""
+    """Return a text of at most ``most`` characters. A longer text is cut after a word, and ends with an ellipsis."""
     if len(text) <= most:
         return text
     room = text[: most - 1]
@@ -14,11 +14,11 @@ def shortened(text: str, most: int) -> str:
 
 
 def shown(value: object) -> str:
-    """A short representation of something untrusted, for an error message."""
+    """Return a short representation of an untrusted value, for an error message."""
     text = repr(value[:80]) if isinstance(value, str) else repr(value)
     return text if len(text) <= 82 else text[:80] + "..."
 
 
 def readable(name: str) -> str:
-    """A name that may be anything, for people: as it is if it is short and can be printed, or else as `shown`."""
+    """Return an untrusted name as text: unchanged if it is short and printable, otherwise as `shown` does."""
     return name if len(name) <= _READABLE and name.isprintable() else shown(name)

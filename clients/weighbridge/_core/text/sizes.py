@@ -1,4 +1,4 @@
-"""Sizes and rates for people."""
+"""Sizes and rates as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([A-Za-z]*)", re.ASCII)
 
 
 def readable_size(nbytes: int) -> str:
-    """Bytes for people, in thousands: ``5.0 GB``."""
+    """Return a number of bytes as text, with decimal units: ``5.0 GB``."""
     size = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 999.95:
@@ -24,20 +24,20 @@ def readable_size(nbytes: int) -> str:
 
 
 def readable_part(nbytes: int, total: int) -> str:
-    """Bytes of so many: ``1.5 GB of 5.0 GB``; without these if they are not known."""
+    """Return a number of bytes and the total: ``1.5 GB of 5.0 GB``; without the total if it is not known."""
     return f"{readable_size(nbytes)} of {readable_size(total)}" if total else readable_size(nbytes)
 
 
 def readable_rate(bytes_per_second: float) -> str:
-    """A rate for people: ``1.5 MB/s``."""
+    """Return a rate as text: ``1.5 MB/s``."""
     return f"{readable_size(round(bytes_per_second))}/s"
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size: ``5GB`` and ``500MB`` count in thousands, ``2GiB`` in 1024s; a bare number is bytes.
+    """Parse a size into bytes: ``5GB`` and ``500MB`` use powers of 1000, ``2GiB`` powers of 1024; a number without a unit is bytes.
 
     Raises:
-        InvalidArgument: it is not a number with such a unit, or less than one byte.
+        InvalidArgument: the text is not a number with such a unit, or is less than one byte.
     """
     match = _SIZE.fullmatch(text.strip())
     scale = _UNITS.get(match[2].lower() or "b") if match else None

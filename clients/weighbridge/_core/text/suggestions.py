@@ -1,4 +1,4 @@
-"""Suggestion for a name that does not exist: the one that was probably meant."""
+"""Suggestion for a name that does not exist: the name that the user probably meant."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterable
 
 _NUMBERS = re.compile(r"\d+")
 _SIMILAR = 0.6
-"""From which likeness on a name may have been meant: difflib's own bound."""
+"""Minimum similarity of a suggested name; difflib's default."""
 _OTHER_LENGTH = 0.3
-"""By how much less alike names with another number of parts are than their letters: they have to be nearly the same."""
+"""Amount subtracted from the similarity of names that have a different number of parts: such names must be nearly the same."""
 _LOOKED_AT = 8
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """``; did you mean NAME?`` with the most similar of the names, to be appended to an error; empty if none is similar in all of its parts.
+    """Return ``; did you mean NAME?`` with the most similar name, to append to an error; empty if no name is similar in all of its parts.
 
-    Only names with the same numbers in them are considered: that of another layer, rank or version is another thing, not a slip.
+    Only names that contain the same numbers are considered: a name of another layer, rank or version is not a typing error.
     """
     numbers = _NUMBERS.findall(name)
     alike = [each for each in names if _NUMBERS.findall(each) == numbers]
@@ -26,17 +26,21 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def model_meant(name: str, names: Iterable[str]) -> str:
-    """The most similar of the names of models, ``namespace/name``; empty if none is. Both parts have to be similar, and numbers may differ."""
+    """Return the most similar model name, ``namespace/name``; empty if no name is similar. Both parts must be similar, and numbers may
+    differ.
+    """
     return _best(name, names, "/")
 
 
 def question(meant: str) -> str:
-    """``; did you mean NAME?``, to be appended to an error; empty without a name."""
+    """Return ``; did you mean NAME?``, to append to an error; empty without a name."""
     return f"; did you mean {meant}?" if meant else ""
 
 
 def _best(name: str, names: Iterable[str], separator: str) -> str:
-    """The most similar of the names, if one is: long ones that share most of their parts are not, if one part is another word."""
+    """Return the most similar name, if one is similar. Long names that share most of their parts are not similar if one part is a different
+    word.
+    """
     parts = name.split(separator)
 
     def likeness(other: str) -> float:

@@ -1,4 +1,4 @@
-"""Waits in words: the ranks that a call waits for, and reminders while it waits."""
+"""Waits as text: the ranks that a call waits for, and reminders while it waits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ _EARLY = 0.05
 """Share of the interval by which a reminder may come early, because a call that waits for the interval may end some milliseconds before
 it."""
 _NAMED = 10
-"""Most runs of consecutive ranks in a text."""
+"""Maximum number of runs of consecutive ranks in a text."""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Ascending ranks as text: ``rank 3``, ``ranks 3 and 5``, ``ranks 0-6, 9 and 11``; of many, the first ones and the number of the
-    others."""
+    """Return ascending ranks as text: ``rank 3``, ``ranks 3 and 5``, ``ranks 0-6, 9 and 11``. If there are many, the first ones and the
+    number of the others.
+    """
     found = list(ranks)
     runs = list(itertools.islice(_runs(found), _NAMED + 1))
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_NAMED]]
@@ -29,7 +30,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def ranks_have(ranks: Iterable[int]) -> str:
-    """Ranks as `ranks_text` names them, followed by the verb: ``rank 3 has``, ``ranks 3 and 5 have``."""
+    """Return ranks as `ranks_text` does, followed by the verb: ``rank 3 has``, ``ranks 3 and 5 have``."""
     found = list(ranks)
     return f"{ranks_text(found)} {'has' if len(found) == 1 else 'have'}"
 
@@ -52,7 +53,7 @@ class Reminder:
         self._next = self._begun + (REMIND_SECONDS if first is None else first)
 
     def due(self) -> float | None:
-        """Seconds since the wait began, if a reminder is due; None otherwise."""
+        """Return the seconds since the wait began, if a reminder is due; None otherwise."""
         now = time.monotonic()
         if now < self._next - _EARLY * REMIND_SECONDS:
             return None
