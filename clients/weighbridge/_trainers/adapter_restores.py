@@ -1,4 +1,4 @@
-"""Restores of adapters into what a rank trains: whether a version fits a model, and the shards of it that the rank holds."""
+"""Restores of adapters into models in training: checks that a version fits a model, and the shards that the rank holds."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _PLAIN = re.compile(r"[\w.]+")
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """A version of an adapter, as far as it is known before any of its bytes came.
+    """A version of an adapter, as it is known before its bytes have been transferred.
 
     Attributes:
         name: ``namespace/name@version``.
-        config: its ``adapter_config.json``.
-        tensors: whole, by name.
+        config: the adapter's ``adapter_config.json``.
+        tensors: the whole tensors by name.
     """
 
     name: str
@@ -38,7 +38,7 @@ class StoredAdapter:
 
     @staticmethod
     def of(name: str, files: Mapping[str, bytes], tensors: Mapping[str, TensorSpec]) -> StoredAdapter:
-        """The adapter with these files. Raises InvalidArgument for a whole model."""
+        """Return the adapter with these files. Raises InvalidArgument for a whole model."""
         config = files.get(ADAPTER_CONFIG)
         if config is None:
             raise InvalidArgument(
@@ -47,7 +47,7 @@ class StoredAdapter:
         return StoredAdapter(name, json.loads(config), tensors)
 
     def check_tensors(self, held: Mapping[str, TensorSpec]) -> None:
-        """Refuse tensors that are not those of the adapter, but for their dtypes. Raises LayoutError, which names them."""
+        """Refuse tensors that differ from the adapter's in anything other than their dtypes. Raises LayoutError, which names them."""
         wrong = [f"{name} is missing in the model" for name in self.tensors if name not in held]
         for name, spec in held.items():
             there = self.tensors.get(name)
@@ -95,17 +95,17 @@ class StoredAdapter:
 
 
 def apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors of the same shapes that share no memory."""
+    """Return tensors of the same shapes that do not share memory."""
     import torch
 
     return [torch.empty(each.shape, dtype=each.dtype) for each in tensors]
 
 
 def fill_shared(layout: Layout, tensors: Sequence[torch.Tensor], filled: Sequence[torch.Tensor]) -> None:
-    """Copy what came to where it belongs, where several shards may belong to one place.
+    """Copy transferred tensors to their places. Several shards may have the same place.
 
     Raises:
-        LayoutError: two of these have other elements; names them. Nothing is changed then.
+        LayoutError: two shards with the same place have different elements (names them). Nothing is changed in this case.
     """
     import torch
 

@@ -1,4 +1,6 @@
-"""Adapters of one trainer's client: pushed from folders and from what is trained, by peft's names, and restored into it."""
+"""Adapters of one trainer's client. They are pushed from folders and from models in training, by peft's names, and restored into such
+models.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ class Adapters:
     """Pushes and restores adapters.
 
     Args:
-        connection: the client's.
-        known: the tensors of models, and where those of Megatron-core are in a base.
+        connection: connection of the client.
+        known: cache of the tensors of models, and of the places of Megatron-core's tensors in a base.
         pushes: makes the pushes.
     """
 
@@ -49,7 +51,7 @@ class Adapters:
         self._trained = TrainedAdapters()
 
     def push_folder(self, call: PushCall, folder: Path, base: str) -> PushHandle:
-        """Push what peft's ``save_pretrained`` has written; see `TrainerClient.import_adapter`."""
+        """Push an adapter that peft's ``save_pretrained`` has written; see `TrainerClient.import_adapter`."""
         found = AdapterFolder.read(folder)
         check_base(base)
         tensors = found.layout.tensors.values()
@@ -61,7 +63,7 @@ class Adapters:
     def push(
         self, call: PushCall, peft_model: Any, base: str, adapter_name: str, embeddings: bool | str
     ) -> PushHandle:
-        """Push an adapter of a model that is trained; see `TrainerClient.push_adapter`."""
+        """Push an adapter of a model in training; see `TrainerClient.push_adapter`."""
         check_base(base)
         call.opening.metadata[BASE].text = base
         find = partial(self._found, call, peft_model, base, adapter_name, embeddings)
@@ -115,7 +117,7 @@ class Adapters:
     def _found(
         self, call: PushCall, peft_model: Any, base: str, adapter_name: str, embeddings: bool | str
     ) -> TorchShards | PlacedAdapters:
-        """The shards of an adapter that this rank holds. The call has its registration and digest from then on."""
+        """Return the shards of an adapter that this rank holds. Adds the adapter's registration and digest to the call."""
         shards: TorchShards | PlacedAdapters
         if is_megatron(peft_model):
             adapters, shards, parts = self._together(call.opening.model, call.terms, peft_model, base)
@@ -141,7 +143,9 @@ class Adapters:
     def _together(
         self, model: str, terms: PushTerms, megatron_model: Any, base: str
     ) -> tuple[MegatronAdapters, PlacedAdapters, LoraParts]:
-        """The adapters of a Megatron-core model; those of this rank by peft's names; and what all ranks have together, once they have said it."""
+        """Return the adapters of a Megatron-core model; those of this rank by peft's names; and those of all ranks together, which the
+        ranks exchange.
+        """
         found = MegatronAdapters.of(megatron_model)
         placed = found.placed(self._known.links(base, found.beside.values()))
         own = LoraParts(placed.layout.tensors, placed.modules)
@@ -152,6 +156,6 @@ class Adapters:
 def _registration(
     call: PushCall, base: str, config_json: bytes, tensors: Iterable[TensorSpec]
 ) -> RegisterModelRequest:
-    """The request that registers the adapter of a call, if it fits its base."""
+    """Return the request that registers the adapter of a call, if the adapter fits its base."""
     files = {ADAPTER_CONFIG: config_json}
     return model_calls.registration(call.opening.model, files, tensors=tensors, weight_map=False, base=base)

@@ -1,5 +1,4 @@
-"""Copying until the optimizer's step: a thread copies a push's shards out while training goes on, and the step that would change them
-waits."""
+"""Copying until the optimizer's step: a thread copies a push's shards while training continues, and the step that would change them waits."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ class CopyingBehind(Copying):
     """Copies of one push, which a separate thread makes on its own streams.
 
     Args:
-        tensors: tensors to copy. The copies begin after the work that is enqueued on the current streams now.
+        tensors: tensors to copy. The copies begin after the work that is already enqueued on the current streams.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -60,14 +59,14 @@ class StepGate:
         self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def until(self, wanted: Any, optimizer: Any) -> CopiesUntilStep:
-        """Copies that may be made until a step.
+        """Return copies that may be made until a step.
 
         Args:
             wanted: ``until`` of `TrainerClient.push`.
-            optimizer: the optimizer that is part of the push; None if there is none.
+            optimizer: the optimizer that is part of the push; None if the push does not have one.
 
         Raises:
-            InvalidArgument: ``wanted`` is neither `OPTIMIZER_STEP` nor an optimizer, or there is no optimizer.
+            InvalidArgument: ``wanted`` is neither `OPTIMIZER_STEP` nor an optimizer, or the push does not have an optimizer.
         """
         named = optimizer if isinstance(wanted, str) else wanted
         if isinstance(wanted, str) and (wanted != OPTIMIZER_STEP or optimizer is None):
@@ -91,17 +90,18 @@ class StepGate:
             waited_for = self._waited_for
         for each in waited_for:
             each.wait()
-        # only now: a wait that is interrupted is made again by the next step, and others that step meanwhile wait, too
+        # only now: the next step repeats an interrupted wait, and other optimizers that step in the meantime wait too
         with self._lock:
             self._waited_for = [each for each in self._waited_for if not each.is_set()]
 
 
 class CopiesUntilStep(Copies):
-    """Copies of the pushes of one call, put off until a step. What something else may change before is copied now, once.
+    """Copies of the pushes of one call, which are deferred until a step. Tensors that other code may change before that are copied now,
+    once.
 
     Args:
-        gate: lets steps wait.
-        steady: what stays as it is until then.
+        gate: gate that makes steps wait.
+        steady: memory that does not change until the step.
     """
 
     def __init__(self, gate: StepGate, steady: Steady) -> None:

@@ -1,4 +1,6 @@
-"""Tensors of models, as the service has them: they are asked for once, and again after a call that relied on them was refused."""
+"""Tensors of models, as the service describes them. They are requested once, and again after the service has refused a call that relied on
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class KnownTensors:
     """Cache of the tensors of models, for one client.
 
     Args:
-        connection: the client's.
+        connection: connection of the client.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -32,25 +34,27 @@ class KnownTensors:
         self._links: dict[tuple[str, frozenset[TensorSpec]], WeightLinks] = {}
 
     def of(self, model: str) -> AbstractContextManager[TensorForms]:
-        """A model's tensors by Hugging Face's names."""
+        """Context with a model's tensors by Hugging Face's names."""
         return self._kept(self._tensors, model, _tensor_forms(model))
 
     def described(self, model: str, *, refresh: bool) -> TensorForms:
-        """As `of`, for no call that relies on them; with ``refresh`` as they are now."""
+        """Return the tensors as `of` does, for callers that make no call that relies on them. ``refresh`` requests them again."""
         known = self._tensors.pop(model, None) if refresh else None
         with self.of(model) as tensors:
             if known == tensors:
-                self._tensors[model] = tensors = known  # with what was derived from them
+                self._tensors[model] = tensors = known  # keeps values that were derived from them
             return tensors
 
     def registered(self, model: str, layout: Layout) -> AbstractContextManager[Mapping[str, TensorSpec]]:
-        """The tensors of a layout by Megatron-core's names, as the model has them."""
+        """Context with the tensors of a layout as they are registered for the model, by Megatron-core's names."""
         specs = layout.tensors.values()
         asking = push_calls.registered_specs(model, specs)
         return self._kept(self._registered, (model, frozenset(specs)), asking)
 
     def links(self, base: str, beside: Collection[TensorSpec]) -> WeightLinks:
-        """Positions of the elements of Megatron-core's tensors in those of a base. If the base is named by a ref, the service is asked each time."""
+        """Return the positions of the elements of Megatron-core's tensors in those of a base. If the base is named by a ref, the service is
+        asked each time.
+        """
         if not beside:
             return WeightLinks({}, {}, ())
         meant = parse_reference(base)
@@ -69,7 +73,10 @@ class KnownTensors:
             value = known[key] = self._connection.run(asking)
         try:
             yield value
-        except (InvalidArgument, NotFound):  # the model may have been deleted, and registered with others
+        except (
+            InvalidArgument,
+            NotFound,
+        ):  # the model may have been deleted, and registered again with other tensors
             known.pop(key, None)
             raise
 

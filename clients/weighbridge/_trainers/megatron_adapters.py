@@ -1,12 +1,14 @@
-"""LoRA adapters of Megatron-core models, as Megatron-Bridge adds them, by the names and in the shapes that peft's files have.
+"""LoRA adapters of Megatron-core models, as Megatron-Bridge adds them, with the names and shapes of peft's files.
 
-Megatron-Bridge puts beside a linear layer, ``linear_qkv``, a module ``adapter`` with ``linear_in`` (peft's A) and ``linear_out`` (peft's B), both cut by tensor
-parallelism; in `CanonicalLoRA` one for each of the layers that are fused there, ``adapter.adapter_q``. The rows of B are those of the weight beside it, and the
-columns of A are its columns. So the links of that weight say where the elements of both belong: where they lead to several weights, as those of
-``linear_qkv`` do, each of these has all of A, and its own rows of B.
+Megatron-Bridge adds to a linear layer such as ``linear_qkv`` a module ``adapter`` with ``linear_in`` (peft's A) and ``linear_out`` (peft's
+B), both sharded by tensor parallelism. `CanonicalLoRA` adds one for each of the layers that are fused there, such as ``adapter.adapter_q``.
+B has the same rows as the layer's weight, and A has the same columns. Therefore the links of that weight determine the places of the
+elements of both. If they lead to several weights, as those of ``linear_qkv`` do, each of these weights gets all of A, and its own rows of
+B.
 
-Experts whose weights are grouped have an adapter each, which a rank has in one tensor; or one on each expert-parallel rank, which is that of each expert of the rank.
-Ranks hold shards of different experts' adapters then, whatever their own names say.
+Experts whose weights are grouped have either one adapter each, which a rank holds in one tensor, or one adapter on each expert-parallel
+rank, which all experts of the rank share. In the second case ranks hold shards of different experts' adapters, although their own names do
+not show it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _FUSED: Mapping[str, str] = {
     "adapter_gate": "gate_proj",
     "adapter_up": "up_proj",
 }
-"""Names that `CanonicalLoRA` gives to adapters of one layer of several that are fused, with those of the layers."""
+"""Names that `CanonicalLoRA` gives to the adapter of one of several fused layers, with the names of these layers."""
 _ROWS, _COLUMNS = -2, -1
 _ONLY = "push the merged model instead: LoRAMerge of Megatron-Bridge on a copy, then push"
 
@@ -49,14 +51,14 @@ class Part(NamedTuple):
     """One shard of an adapter's tensor.
 
     Attributes:
-        layer: name of the layer that it is beside, as a trainer's tensors have it.
-        of: which of the fused layers it is of; empty for all.
-        is_in: whether it is of ``linear_in``, peft's A.
-        half: ``_w`` or ``_v``, if the rows are one half of a fused layer that is named apart; otherwise empty.
-        shape: of the whole matrix.
-        leading: indexes of layer and expert, where these are axes.
-        box: part of the matrix.
-        data: its elements.
+        layer: name of the adapter's layer in the trainer's tensors.
+        of: the fused layer to which the adapter belongs; empty for all.
+        is_in: whether the tensor is ``linear_in``, peft's A.
+        half: ``_w`` or ``_v``, if the rows are one half of a fused layer that has its own name; otherwise empty.
+        shape: shape of the whole matrix.
+        leading: indexes of layer and expert, if these are axes.
+        box: box of the matrix.
+        data: elements of the box.
         memory: address of the parameter.
     """
 
@@ -72,7 +74,7 @@ class Part(NamedTuple):
 
 
 class _Slice(NamedTuple):
-    """Some of the rows or columns of a weight, and where they are in a weight of Hugging Face's."""
+    """Some rows or columns of a weight, and their place in a Hugging Face weight."""
 
     target: str
     first: int
@@ -82,14 +84,14 @@ class _Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class MegatronAdapters:
-    """The adapters of a rank's part of a model, before it is known what their names are.
+    """The adapters of a rank's part of a model, before their names in peft's files are known.
 
     Attributes:
-        parts: their shards.
-        beside: the weights beside them, as the trainer's tensors, whole.
-        held: indexes on the leading axes of these weights that the rank holds, by their names.
-        scales: how each adapter is scaled, by the address of its ``linear_in``.
-        trained: names of parameters that are trained besides.
+        parts: shards of the adapters.
+        beside: the whole weights of the adapters' layers, among the trainer's tensors.
+        held: indexes on the leading axes of these weights that the rank holds, by name of the weight.
+        scales: scale of each adapter, by the address of its ``linear_in``.
+        trained: names of other parameters that are trained.
     """
 
     parts: tuple[Part, ...] = field(repr=False)
@@ -103,13 +105,13 @@ class MegatronAdapters:
         """Find a rank's adapters.
 
         Args:
-            model: a model of Megatron-core, or the list of its virtual stages; in what wrappers have made of them.
+            model: a Megatron-core model, or the list of its virtual stages; may be wrapped.
 
         Returns:
-            None of a pipeline stage that has none.
+            The adapters; empty for a pipeline stage without adapters.
 
         Raises:
-            LayoutError: there are adapters of another kind than LoRA.
+            LayoutError: the model has adapters of another kind than LoRA.
         """
         chunks = _chunks(model)
         entries = [each for chunk in chunks for each in sharded_entries(chunk.sharded_state_dict())]
@@ -134,7 +136,7 @@ class MegatronAdapters:
         return MegatronAdapters(tuple(parts), beside, held, scales, trained)
 
     def check_frozen(self) -> None:
-        """Refuse a model of which more is trained than its adapters: they would be pushed without it. Raises LayoutError."""
+        """Refuse a model in which other parameters than the adapters are trained, because they would not be pushed. Raises LayoutError."""
         if self.trained:
             raise LayoutError(
                 counted(len(self.trained), "parameter is", "parameters are")
@@ -144,13 +146,13 @@ class MegatronAdapters:
             )
 
     def placed(self, links: WeightLinks) -> PlacedAdapters:
-        """The adapters by peft's names.
+        """Return the adapters by peft's names.
 
         Args:
-            links: of the weights beside them.
+            links: links of the weights of the adapters' layers.
 
         Raises:
-            LayoutError: a layer has no weight map, or is no linear layer in Hugging Face's model.
+            LayoutError: a layer does not have a weight map, or is not a linear layer in Hugging Face's model.
         """
         unknown = sorted({name for name in self.beside if name not in links.sources})
         if unknown:
@@ -189,7 +191,7 @@ class MegatronAdapters:
         of_weight: Mapping[tuple[str, tuple[int, ...]], Sequence[Link]],
         targets: Mapping[str, TensorSpec],
     ) -> Iterator[_Slice]:
-        """Yield the slices of the model's weights that hold the rows of a part of B, or the columns of a part of A; each slice once."""
+        """Yield the slices of the model's weights that contain the rows of a part of B, or the columns of a part of A, each once."""
         links = [
             link
             for name in self._weights_of(part)
@@ -233,9 +235,10 @@ class PlacedAdapters:
     """The adapters of a rank by peft's names.
 
     Attributes:
-        layout: their shards, as one stream.
-        tensors: one for each of them; they alias the model. Where layers are fused, those of A of several layers are one tensor.
-        modules: how the adapter of each layer is scaled, by the layer's name in Hugging Face's model.
+        layout: shards of the adapters, as one stream.
+        tensors: one tensor for each shard, which aliases the model. If layers are fused, the shards of A of several layers have the same
+            tensor.
+        modules: scale of the adapter of each layer, by the layer's name in Hugging Face's model.
     """
 
     layout: Layout
@@ -244,13 +247,13 @@ class PlacedAdapters:
 
 
 def is_megatron(model: Any) -> bool:
-    """Whether this is a model of Megatron-core, or the list of its virtual stages."""
+    """Whether this is a Megatron-core model, or the list of its virtual stages."""
     chunks = _chunks(model)
     return bool(chunks) and all(callable(getattr(each, "sharded_state_dict", None)) for each in chunks)
 
 
 def _chunks(model: Any) -> list[Any]:
-    """The virtual stages of a model, without wrappers."""
+    """Return the virtual stages of a model, without wrappers."""
     chunks = []
     for chunk in model if isinstance(model, list | tuple) else [model]:
         while (inner := getattr(chunk, "module", None)) is not None:
@@ -260,7 +263,7 @@ def _chunks(model: Any) -> list[Any]:
 
 
 def _check_plain(keys: Iterable[str]) -> None:
-    """Refuse what is no matrix of LoRA. Raises LayoutError."""
+    """Refuse tensors that are not LoRA matrices. Raises LayoutError."""
     other = [
         key
         for key in keys
@@ -275,15 +278,16 @@ def _check_plain(keys: Iterable[str]) -> None:
 
 
 def _trained_besides(chunk: Any) -> Iterator[str]:
-    """Names of the trained parameters that do not belong to adapters."""
+    """Yield the names of the trained parameters that do not belong to adapters."""
     for name, parameter in chunk.named_parameters():
         if parameter.requires_grad and not _OF_AN_ADAPTER.search(f".{name}"):
             yield name
 
 
 def _scales(chunk: Any) -> Iterator[tuple[int, LoraModule]]:
-    """Rank, alpha and dropout of each adapter, with the address of its ``linear_in``. Raises LayoutError for an adapter with an activation
-    between its matrices."""
+    """Yield rank, alpha and dropout of each adapter, with the address of its ``linear_in``. Raises LayoutError for an adapter with an
+    activation between its matrices.
+    """
     import torch
 
     for name, module in chunk.named_modules():
@@ -299,7 +303,7 @@ def _scales(chunk: Any) -> Iterator[tuple[int, LoraModule]]:
 def _beside(
     found: ShardedTensors,
 ) -> tuple[dict[str, TensorSpec], dict[str, frozenset[tuple[int, ...]]]]:
-    """The weights among these tensors, and the leading indexes of each of which the rank holds shards."""
+    """Return the weights among these tensors, and for each the leading indexes at which the rank holds shards."""
     held: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
     for placement in found.layout.placements:
         if not _ADAPTER.match(placement.shard.tensor):
@@ -317,10 +321,10 @@ def _without_expert(name: str) -> str:
 
 
 def _parts(entry: Entry, fused: Collection[str]) -> Iterator[Part]:
-    """The parts of one parameter, if it is an adapter's.
+    """Yield the parts of one parameter, if it belongs to an adapter.
 
-    Megatron-Bridge declares the rows of B beside every ``linear_fc1`` as those of gate and up in turns, also where they are of only one of these, or where the layer
-    is not fused: then they are contiguous, and declared elsewhere.
+    Megatron-Bridge declares the rows of B of every ``linear_fc1`` as alternating rows of gate and up, even if they belong to only one of
+    these, or if the layer is not fused. In these cases the rows are contiguous, and the declared places are wrong.
     """
     for shard in entry.shards:
         found = _ADAPTER.match(shard.key)
@@ -342,19 +346,19 @@ def _parts(entry: Entry, fused: Collection[str]) -> Iterator[Part]:
         inside = len(part.leading) - len(local[:_ROWS])
         for index in itertools.product(
             *map(range, local[:_ROWS])
-        ):  # of experts, where one tensor has several
+        ):  # if a tensor contains several experts
             own = tuple(each + at for each, at in zip(part.leading[inside:], index, strict=True))
             yield part._replace(leading=(*part.leading[:inside], *own), data=part.data[index])
 
 
 def _is_cut_in_halves(entry: Entry) -> bool:
-    """Whether a matrix is declared as two, of gate and up."""
+    """Whether a matrix is declared as two matrices, gate and up."""
     matrices = {tuple(shard.global_offset)[:_ROWS] for shard in entry.shards}
     return len(entry.shards) == 2 and len(matrices) == 1 and entry.declared.data.dim() == 2
 
 
 def _slice(link: Link, axis: int, target: TensorSpec) -> _Slice:
-    """The rows or columns of a link. Raises LayoutError if it leads to what is no linear layer."""
+    """Return the rows or columns of a link. Raises LayoutError if the link does not lead to a linear layer."""
     own = len(link.source_box.offset)
     if len(target.shape) != 2 or link.axes != (own - 2, own - 1) or not target.name.endswith(_WEIGHT):
         raise LayoutError(
@@ -367,7 +371,7 @@ def _slice(link: Link, axis: int, target: TensorSpec) -> _Slice:
 
 
 def _place(part: Part, cut: _Slice, target: TensorSpec) -> tuple[TensorSpec, Shard, torch.Tensor]:
-    """A slice of a part as a shard of one of peft's tensors."""
+    """Return a slice of a part as a shard of one of peft's tensors."""
     rows, columns = target.shape
     dtype = dtypes.from_torch(part.data.dtype)
     if part.is_in:

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face that a trainer's client takes in: by what they register a model, and what is pushed of them."""
+"""Hugging Face folders that a trainer's client imports: the files and tensors that register a model, and the weights that are pushed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 def registered_by(
     model: str, hf_dir: str | Path, dtype: str | torch.dtype, tensors: Any
 ) -> tuple[dict[str, bytes], Iterable[TensorSpec]]:
-    """The files and the tensors by which a folder registers a model; see `TrainerClient.register_model`."""
+    """Return the files and the tensors by which a folder registers a model; see `TrainerClient.register_model`."""
     folder = Path(hf_dir)
     files = _side_files(model, folder)
     specs: Iterable[TensorSpec] = ()
@@ -46,7 +46,7 @@ def registered_by(
 def imported(
     model: str, hf_dir: str | Path, dtype: str | torch.dtype, dequantize: str
 ) -> tuple[dict[str, bytes], FolderWeights]:
-    """The files by which a folder registers a model, and its weights; see `TrainerClient.import_folder`."""
+    """Return the files by which a folder registers a model, and its weights; see `TrainerClient.import_folder`."""
     wide = dtypes.parse(dequantize) if dequantize else None
     if wide is not None and not wide.is_float:
         raise InvalidArgument(f"fp8 weights cannot become {wide}", fix="use bf16, fp16 or fp32")
@@ -65,12 +65,12 @@ def imported(
 def pushed(
     model: str, folder: Path, registered: Mapping[str, bytes]
 ) -> tuple[Mapping[str, bytes], FolderWeights]:
-    """The files that versions have from a push of a folder on, and its weights; see `TrainerClient.push_folder`.
+    """Return the files that versions have after a push of a folder, and the folder's weights; see `TrainerClient.push_folder`.
 
     Args:
         model: ``namespace/name``.
-        folder: has weights, and perhaps other files.
-        registered: the files that they have now.
+        folder: folder with weights, and optionally other files.
+        registered: the files that are registered now.
     """
     files = registered
     if os.path.lexists(folder / CONFIG):
@@ -81,7 +81,7 @@ def pushed(
 
 
 def _read(model: str, folder: Path, config_json: bytes, dequantize: DType | None = None) -> FolderWeights:
-    """The weights in a folder; a log names what in it is not pushed."""
+    """Read the weights in a folder. Logs the files that are not pushed."""
     weights = FolderWeights.read(folder, config_json, dequantize=dequantize)
     for remark in weights.remarks:
         log.warning("%s: %s", model, remark)
@@ -89,7 +89,7 @@ def _read(model: str, folder: Path, config_json: bytes, dequantize: DType | None
 
 
 def _in_dtype(config_json: bytes, dtype: DType) -> bytes:
-    """A config that names a dtype; one that cannot be read as it is: the service says what is wrong with it."""
+    """Return a config with a dtype entered. A config that cannot be read is returned unchanged: the service reports what is wrong with it."""
     try:
         return with_dtype(config_json, dtype)
     except (ValueError, AttributeError, TypeError, RecursionError):
@@ -97,7 +97,7 @@ def _in_dtype(config_json: bytes, dtype: DType) -> bytes:
 
 
 def _side_files(model: str, folder: Path) -> dict[str, bytes]:
-    """The files of a folder besides its weights; logs what is left out or missing."""
+    """Return the files of a folder other than its weights. Logs files that are omitted or missing."""
     sides = SideFiles.read(folder)
     sides.tell(model, folder)
     if not has_tokenizer(sides.files) and _is_first_rank():
@@ -106,7 +106,7 @@ def _side_files(model: str, folder: Path) -> dict[str, bytes]:
 
 
 def _is_first_rank() -> bool:
-    """Whether this process is to say what all ranks of its job would say."""
+    """Whether this process logs what all ranks of its job would log."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return bool(torch.distributed.get_rank() == 0)
@@ -123,19 +123,21 @@ def replace_files(
     *,
     cast: bool,
 ) -> None:
-    """Have the next versions carry these files instead of the registered ones, if they are others.
+    """Replace the registered files by these, for the next versions, if they differ.
 
     Args:
-        client: registers them.
+        client: client that registers the files.
         model: ``namespace/name``.
-        source: what to call the config among them.
-        registered: the files as they are registered.
-        files: those that are to be.
-        tensors: the model's, which stay as they are.
-        cast: whether weights are cast to the model's dtypes on the way; the folder's config then names another dtype than the version has.
+        source: name of the config in errors.
+        registered: the files that are registered now.
+        files: the new files.
+        tensors: the model's tensors, which do not change.
+        cast: whether weights are cast to the model's dtypes during the push. The folder's config then names another dtype than the version
+            has.
 
     Raises:
-        LayoutError: the config describes a model with other tensors, or with the same ones in other places, as by its heads.
+        LayoutError: the config describes a model with other tensors, or with the same tensors in a different arrangement, for example
+            because of its heads.
     """
     if cast:
         files = {**files, CONFIG: in_dtype_of(tensors.values(), files[CONFIG])}

@@ -1,4 +1,6 @@
-"""Adapters of peft as they are kept: a config, and tensors by the names that peft's own files have. From a folder, and from a model that is trained."""
+"""Peft adapters as they are stored: a config, and tensors by the names in peft's own files. They are read from a folder or from a model in
+training.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 PREFIX = "base_model.model."
-"""Beginning of the names of all tensors of peft's adapters."""
+"""Prefix of the names of all tensors of peft's adapters."""
 _PICKLE = "adapter_model.bin"
 
 
@@ -40,9 +42,9 @@ class AdapterFolder:
     """An adapter in a folder that peft's ``save_pretrained`` has written.
 
     Attributes:
-        config_json: content of its ``adapter_config.json``.
-        layout: its tensors as one stream, in the order of the file.
-        open_source: gives the bytes of some of its shards.
+        config_json: content of the adapter's ``adapter_config.json``.
+        layout: the adapter's tensors as one stream, in the order of the file.
+        open_source: opens the bytes of some of the shards.
     """
 
     config_json: bytes = field(repr=False)
@@ -51,11 +53,11 @@ class AdapterFolder:
 
     @staticmethod
     def read(folder: Path) -> AdapterFolder:
-        """Find out what is in a folder; of the tensors, only the header is read.
+        """Read a folder; of the tensors, only the header is read.
 
         Raises:
-            NotFound: there is no folder, or it lacks one of the two files.
-            InvalidArgument: it is the folder of a model, or its weights are a pickle.
+            NotFound: the folder does not exist, or lacks one of the two files.
+            InvalidArgument: the folder contains a model, or its weights are a pickle.
             DataLoss: a file is damaged.
         """
         if not folder.is_dir():
@@ -92,12 +94,12 @@ class AdapterFolder:
 
 @dataclass(frozen=True)
 class TrainedAdapter:
-    """An adapter of a model that peft has wrapped.
+    """An adapter of a peft model.
 
     Attributes:
-        config_json: content of its ``adapter_config.json``.
-        state: its tensors, by the names that peft's own file has; DTensors, and parameters that ZeRO-3 has partitioned, as they are.
-        forms: forms of its tensors; the same object in later pushes, while the adapter's names are kept.
+        config_json: content of the adapter's ``adapter_config.json``.
+        state: the adapter's tensors, by the names in peft's own file. DTensors, and parameters that ZeRO-3 has partitioned, are unchanged.
+        forms: forms of the tensors; the same object in later pushes, as long as the adapter's names are cached.
     """
 
     config_json: bytes = field(repr=False)
@@ -108,8 +110,9 @@ class TrainedAdapter:
 class TrainedAdapters:
     """Reader of adapters of models in training.
 
-    Naming an adapter's tensors takes peft longer than the rest of a push takes, and may ask the Hub. So the reader keeps peft's names as long as
-    the model lives, and uses them while the adapter's config and the names, shapes and dtypes of the model's tensors stay the same.
+    Peft takes longer to name an adapter's tensors than the rest of a push takes, and it may send requests to the Hub. So the reader caches
+    peft's names as long as the model exists, and uses them as long as the adapter's config and the names, shapes and dtypes of the model's
+    tensors do not change.
     """
 
     def __init__(self) -> None:
@@ -120,15 +123,15 @@ class TrainedAdapters:
     def read(
         self, model: Any, adapter_name: str, save_embedding_layers: bool | str = "auto"
     ) -> TrainedAdapter:
-        """The adapter of this name, as peft would save it.
+        """Return the adapter of this name, as peft would save it.
 
         Args:
-            model: a ``PeftModel``, or what DDP or torch.compile have made of one.
-            adapter_name: which of its adapters.
+            model: a ``PeftModel``, which DDP or torch.compile may have wrapped.
+            adapter_name: name of the adapter.
             save_embedding_layers: as for peft's ``save_pretrained``.
 
         Raises:
-            InvalidArgument: peft has not wrapped the model, or there is no adapter of this name.
+            InvalidArgument: the model is not a peft model, or does not have an adapter of this name.
         """
         peft_model = wrapped_model(model)
         if adapter_name not in peft_model.peft_config:
@@ -160,7 +163,7 @@ class TrainedAdapters:
         )
         forms = adapter_forms(found)
         places = {id(value): place for place, value in state.items()}
-        # peft copies what transformers has sharded: such an adapter is named in each push
+        # peft copies tensors that transformers has sharded: such an adapter is named again in each push
         if all(id(value) in places for value in found.values()):
             own = {name: places[id(value)] for name, value in found.items()}
             named[adapter_name, save_embedding_layers] = _Named(made, own, forms)
@@ -169,7 +172,7 @@ class TrainedAdapters:
 
 @dataclass(frozen=True)
 class _Named:
-    """Places of an adapter's tensors in the state of its model, by peft's names."""
+    """Places of an adapter's tensors in the state of the model, by peft's names."""
 
     made: tuple[bytes, list[tuple[str, Any, Any]]]
     places: Mapping[str, str]
@@ -199,7 +202,7 @@ class LoraParts:
 
     @property
     def encoded(self) -> bytes:
-        """Encoding for the other ranks; the same bytes for the same adapter."""
+        """Encode this part for the other ranks. The same adapter always gives the same bytes."""
         tensors = [[each.name, each.dtype.name, list(each.shape)] for _, each in sorted(self.tensors.items())]
         modules = {name: asdict(module) for name, module in sorted(self.modules.items())}
         return json.dumps({"tensors": tensors, "modules": modules}, separators=(",", ":")).encode()
@@ -238,9 +241,9 @@ class LoraParts:
         return LoraParts(tensors, modules)
 
     def config_json(self, base: str, base_tensors: Collection[str]) -> bytes:
-        """The ``adapter_config.json`` with which peft loads the adapter.
+        """Return the ``adapter_config.json`` with which peft loads the adapter.
 
-        It names layers by their last part if all layers of the base with that ending have adapters, and one by one otherwise.
+        It names layers by the last part of their names if all layers of the base with that ending have adapters, otherwise one by one.
 
         Args:
             base: name of the base model.
@@ -277,7 +280,7 @@ class LoraParts:
 
 
 def _targets(modules: Collection[str], base_tensors: Iterable[str]) -> Iterable[str]:
-    """Names by which peft finds these modules, and no others of the base."""
+    """Return names by which peft finds exactly these modules of the base."""
     there = {name.removesuffix(".weight") for name in base_tensors if name.endswith(".weight")}
     partly = {name.rpartition(".")[2] for name in there - set(modules)}
     leaves = {name.rpartition(".")[2] for name in modules}
@@ -292,7 +295,7 @@ def _number(value: float) -> float:
 
 
 def wrapped_model(model: Any) -> Any:
-    """The ``PeftModel`` in what wrappers have made of one. Raises InvalidArgument."""
+    """Return the ``PeftModel`` inside wrappers. Raises InvalidArgument."""
     found = peft_model_in(model)
     if found is None:
         raise InvalidArgument(
@@ -303,9 +306,9 @@ def wrapped_model(model: Any) -> Any:
 
 
 def _config_json(peft_model: Any, adapter_name: str) -> bytes:
-    """The config as peft writes it beside the weights: for inference, and without a task with the class of the model.
+    """Return the config as peft writes it next to the weights: for inference, and with the class of the model if it does not have a task.
 
-    Sets, such as target modules, are sorted: their order differs between processes, and all ranks register one config.
+    Sets, such as target modules, are sorted, because their order differs between processes and all ranks register the same config.
     """
     config = copy.deepcopy(peft_model.peft_config[adapter_name])
     for name, value in vars(config).items():

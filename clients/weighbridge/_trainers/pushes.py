@@ -1,4 +1,4 @@
-"""Pushes of one trainer's client: what every way to push goes through in the end, and what of it goes together in one call."""
+"""Pushes of one trainer's client: the code that all methods that push share, and the state of one call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class _Shards(Protocol):
-    """Shards that a rank holds of a model, as one stream, and a tensor for each of them."""
+    """The shards of a model that a rank holds, as one stream, with a tensor for each."""
 
     @property
     def layout(self) -> Layout: ...
@@ -60,13 +60,13 @@ class PushCall:
 
     Attributes:
         opening: the request that opens the version.
-        rank: which rank.
-        options: as for `TrainerClient.push`; the opening has them, too, once the push has begun.
-        registration: of the model, if it may not be registered, or be registered otherwise.
-        hold_seal: as for `TrainerClient.push_shards`.
-        beside: what is pushed behind tensors, as a training state.
-        terms: on which, once it has begun.
-        handle: of the push, once that was made or skipped.
+        rank: number of the rank.
+        options: see `TrainerClient.push`. Once the push has begun, the opening contains them too.
+        registration: registration of the model, if the model may be unregistered or registered with another config.
+        hold_seal: see `TrainerClient.push_shards`.
+        beside: values that are pushed after the tensors, as a training state.
+        terms: terms of the push, once it has begun.
+        handle: handle of the push, once it was made or skipped.
     """
 
     opening: pb.OpenVersionRequest
@@ -88,13 +88,13 @@ class Pushes:
     """Makes the pushes of one trainer's client.
 
     Args:
-        connection: the client's.
-        known: the tensors of models.
-        ahead_bytes: as for `TrainerClient`.
+        connection: connection of the client.
+        known: cache of the tensors of models.
+        ahead_bytes: see `TrainerClient`.
 
     Attributes:
-        pusher: of weights.
-        training: of training states: slots and buffers of their own, so that neither waits for the other's bytes.
+        pusher: pusher of weights.
+        training: pusher of training states. It has its own slots and buffers, so that neither pusher waits for the other's bytes.
     """
 
     def __init__(self, connection: Connection, known: KnownTensors, ahead_bytes: int) -> None:
@@ -106,7 +106,7 @@ class Pushes:
         self._away = False
 
     def close(self) -> None:
-        """Wait until what was pushed has arrived or failed."""
+        """Wait until all pushes have been delivered or have failed."""
         self.pusher.close()
         self.training.close()
 
@@ -122,7 +122,9 @@ class Pushes:
         *,
         part: bool = False,
     ) -> PushCall:
-        """A call that is about to push; ``part`` allows training states for themselves. Raises InvalidArgument, and as `check_options`."""
+        """Return a call that is about to push. ``part`` allows the push of a training state alone. Raises InvalidArgument and the errors of
+        `check_options`.
+        """
         check_options(options)
         if is_training(model) and not part:
             raise InvalidArgument(
@@ -139,7 +141,7 @@ class Pushes:
                 model=model, step=operator.index(step), run=run, ranks=ranks, client_id=self._connection.client_id,
                 request_id=request_id or f"{run}/{step}",
             )  # fmt: skip
-        except (TypeError, ValueError) as error:  # protobuf's speak of no argument by name
+        except (TypeError, ValueError) as error:  # protobuf's errors do not name the argument
             said = {"step": step, "run": run, "world_size": ranks, "request_id": request_id}
             raise InvalidArgument(
                 f"a push cannot be opened with {', '.join(f'{name}={value!r}' for name, value in said.items())}",
@@ -149,10 +151,10 @@ class Pushes:
 
     @contextmanager
     def on_terms(self, call: PushCall) -> Iterator[None]:
-        """In the block, make a push on the terms that its options say. Every way to push goes through this.
+        """Context in which a push is made on the terms that its options set. All methods that push use it.
 
-        Where torch.distributed has as many ranks as the push, all of them push, or none. With ``on_failure="warn"`` an error ends the block alone, and the
-        call has the handle of a push that was skipped.
+        If the push has as many ranks as torch.distributed, either all of them push, or none. With ``on_failure="warn"`` an error ends only
+        the block, and the call gets the handle of a skipped push.
         """
         policy, opening = HoldPolicy.of(call.options), call.opening
         agreement = RankAgreement.of_process_group(opening.model, opening.request_id, opening.ranks)
@@ -222,7 +224,7 @@ class Pushes:
         buffer_bytes: int,
         held: Iterable[str] | None,
     ) -> PushHandle:
-        """Push whole tensors that pass by; see `TrainerClient.push_gathered`."""
+        """Push whole tensors that an iterator yields; see `TrainerClient.push_gathered`."""
         check_cast(cast)
         opening, rank, ranks = call.opening, call.rank, call.opening.ranks
         with self.on_terms(call), self._known.of(opening.model) as tensors:
@@ -248,7 +250,7 @@ class Pushes:
         until: Any = None,
         training_tensors: Callable[[FoundT], TrainingTensors] | None = None,
     ) -> PushHandle:
-        """Push a rank's tensors, and after them its training state if the caller gives any. If the tensors are refused, all ranks are
+        """Push a rank's tensors, and after them its training state if the caller gives one. If the tensors are refused, all ranks are
         notified.
 
         Args:
@@ -304,7 +306,7 @@ class Pushes:
         return CopiesAhead(self._ahead_bytes) if beside.given else CopiesInCall()
 
     def _skipped(self, opening: pb.OpenVersionRequest, what: str, error: Exception) -> PushHandle:
-        """The handle of a push that has failed, and may."""
+        """Log that a push has failed whose options allow this, and return its handle."""
         log.error("%s: %s %d was not pushed; the loop goes on. %s", opening.model, what, opening.step, error)
         return PushHandle.of_skipped(self._connection, opening.model, error)
 
@@ -316,7 +318,9 @@ class Pushes:
 
 @contextmanager
 def all_taken(passing: Iterator[object]) -> Iterator[None]:
-    """Take what the block leaves of tensors, also if it fails: the other ranks gather them together with this one, and would wait for it for ever."""
+    """Take the tensors that the block leaves, even if it fails. The other ranks gather them together with this rank, and would otherwise
+    wait forever.
+    """
     try:
         yield
     except Exception:

@@ -1,4 +1,4 @@
-"""Restores of one trainer's client: of any version, with or without a training state, into what a rank holds."""
+"""Restores of one trainer's client. Any version, with or without a training state, is restored into the tensors that a rank holds."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Restorer:
     """Restores weights and training states.
 
     Args:
-        connection: the client's.
-        known: the tensors of models.
+        connection: connection of the client.
+        known: cache of the tensors of models.
     """
 
     def __init__(self, connection: Connection, known: KnownTensors) -> None:

@@ -1,4 +1,4 @@
-"""Restores of what a rank holds: by Megatron-core's names through a stream of its own, by Hugging Face's through a pull."""
+"""Restores of the shards that a rank holds: by Megatron-core's names through a separate stream, by Hugging Face's names through a pull."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 def megatron_shards(
     connection: Connection, meant: Reference, layout: Layout, tensor_for: Callable[[int], torch.Tensor]
 ) -> Iterator[tuple[Version, int]]:
-    """Fill shards in megatron-core's tensor space; see `TrainerClient.restore_layout`."""
+    """Fill shards in Megatron-core's tensor space; see `TrainerClient.restore_layout`."""
     message = wire.layout_to_proto(layout, TensorSpace.MEGATRON)
     resolved: list[Version] = []
 
     def open_at(
         way: bulk.Way, striping: Striping, offset: int
     ) -> Iterable[pieces.Carried[pb.RestoreResponse]]:
-        # once the ref is resolved, a stream that is opened again stays with that version
+        # once the ref is resolved, a reopened stream uses the same version
         wanted = str(resolved[0].number) if resolved else meant.version
         request = pb.RestoreRequest(
             model=meant.model,
@@ -77,16 +77,16 @@ def megatron_shards(
 def hugging_face_shards(
     connection: Connection, meant: Reference, layout: Layout, tensors: Sequence[torch.Tensor]
 ) -> Version:
-    """Fill shards in Hugging Face's tensor space, and cast those whose tensors are of another floating-point dtype.
+    """Fill shards in Hugging Face's tensor space. Elements are cast if their tensor has another floating-point dtype.
 
     Args:
-        connection: the client's.
+        connection: connection of the client.
         meant: the model and the version.
-        layout: which shards.
-        tensors: one for each of them, of the extent of its box, on any device.
+        layout: the shards.
+        tensors: one tensor for each shard, with the shape of its box, on any device.
 
     Returns:
-        The version that they were filled from.
+        The version that was restored.
     """
     if not tensors:
         return connection.run(version_calls.get_version(meant.model, meant.version))

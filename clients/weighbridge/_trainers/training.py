@@ -1,4 +1,4 @@
-"""Training states: pushed beside the weights as versions of a part of the model, and restored from that part alone."""
+"""Training states. They are pushed together with the weights as versions of a part of the model, and restored from that part only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Beside(Generic[ValuesT]):
 
     Attributes:
         optimizer, state, rank_state: as for `TrainerClient.push_state_dict`.
-        rank, world_size: whose it is to be, as for `TrainerClient.restore_state_dict`; a push says that itself.
+        rank, world_size: the rank to restore, as for `TrainerClient.restore_state_dict`. A push determines them itself.
     """
 
     optimizer: Any = None
@@ -47,19 +47,19 @@ class Beside(Generic[ValuesT]):
 
     @property
     def given(self) -> bool:
-        """Whether anything is named, and so a training state is meant."""
+        """Whether the caller gives anything, so that the call includes a training state."""
         return not (self.optimizer is self.state is self.rank_state is None)
 
 
 def opening_behind(weights: pb.OpenVersionRequest) -> pb.OpenVersionRequest:
-    """The opening of the training state that follows these weights, which have not been opened yet."""
+    """Return the opening of the training state that follows these weights, whose version has not been opened yet."""
     own = pb.OpenVersionRequest()
     own.CopyFrom(weights)
     own.model = training_of(weights.model)
     own.ClearField("cast_from")
-    # holding keeps versions from engines; a trainer that resumes needs the newest state in any case
+    # a hold keeps a version from engines; a trainer that resumes needs the newest state in any case
     own.candidate, own.allow_nonfinite = False, True
-    for key in own.metadata.keys() & {PROMPTS, BOUND}:  # no engine serves a training state
+    for key in own.metadata.keys() & {PROMPTS, BOUND}:  # engines do not serve training states
         del own.metadata[key]
     return own
 
@@ -67,7 +67,7 @@ def opening_behind(weights: pb.OpenVersionRequest) -> pb.OpenVersionRequest:
 def training_state(
     held: TrainingTensors, rank: int, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None
 ) -> TrainingState:
-    """Training state that a rank pushes after its weights.
+    """Return the training state that a rank pushes after its weights.
 
     Args:
         held: tensors of model and optimizer that the rank holds.
@@ -88,24 +88,24 @@ def training_state(
 def restore_training(
     connection: Connection, meant: Reference, fit: Fit, beside: Beside[MutableMapping[str, Any]]
 ) -> Version:
-    """Restore model, optimizer and values of a rank from a training state. Nothing is changed unless everything fits. An error during the
-    transfer has a note that the rank is filled in part.
+    """Restore model, optimizer and values of a rank from a training state. If anything does not fit, nothing is changed. An error during
+    the transfer has a note that the rank is only partly filled.
 
-    Only the rank's boxes are transferred, and one blob: the rank's own if the same number of ranks pushed the state, otherwise that of rank
-    0.
+    Only the rank's boxes and one blob are transferred. The blob is the rank's own if the same number of ranks pushed the state, otherwise
+    that of rank 0.
 
     Args:
         connection: connection of the client.
-        meant: the model, or its part, and a version of the part.
-        fit: fits the rank's model and optimizer to the state.
+        meant: the model or its part, and a version of the part.
+        fit: function that fits the rank's model and optimizer to the state.
         beside: values to restore, and the rank that restores them.
 
     Returns:
         The version of the part.
 
     Raises:
-        NotFound: no such model or version.
-        InvalidArgument: the version lacks requested values, or ``rank_state`` is requested on another number of ranks.
+        NotFound: the model or version does not exist.
+        InvalidArgument: the version lacks requested values, or ``rank_state`` is requested but a different number of ranks pushed it.
         LayoutError: the state does not fit (names each tensor).
         DataLoss: the blob is missing or malformed.
     """
@@ -138,7 +138,7 @@ def restore_training(
     left = stateful.left_out(state, values.state, "state") + stateful.left_out(
         rank_state, values.rank_state, "rank_state"
     )
-    if left and own is None and rank == 0:  # imports always have further entries
+    if left and own is None and rank == 0:  # imported checkpoints always have other entries
         log.warning("%s was pushed with %s, which this restore leaves out", name, ", ".join(left))
     with torch.no_grad():
         try:
@@ -160,7 +160,7 @@ def restore_training(
 def rank_values(
     connection: Connection, version: Version, tensors: Mapping[str, TensorSpec], rank: int
 ) -> RankValues:
-    """Values in a rank's blob of a version.
+    """Return the values in a rank's blob of a version.
 
     Raises:
         DataLoss: the blob is missing or malformed.

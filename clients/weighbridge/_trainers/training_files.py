@@ -1,4 +1,4 @@
-"""Training states as checkpoints on disk: of Megatron-core, and of torch. Tensors go through as a stream, in bounded memory."""
+"""Training states as checkpoints of Megatron-core and torch on disk. Tensors are streamed, so memory use is bounded."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def write_checkpoint(
 
 
 def _laid_out(order: list[TensorSpec], values: CheckpointValues, max_file_bytes: int) -> TorchDistFiles:
-    """The files of a checkpoint whose chunks follow each other as the tensors' bytes do."""
+    """Return the files of a checkpoint in which chunks follow each other in the order of the tensors' bytes."""
     from weighbridge._trainers.torch_dist.chunks import chunks_of
     from weighbridge._trainers.torch_dist.folder import lay_out_torch_dist
     from weighbridge._trainers.torch_dist.metadata import METADATA_FILE
@@ -136,7 +136,7 @@ def _laid_out(order: list[TensorSpec], values: CheckpointValues, max_file_bytes:
     )
     if values.format == "torch_dist":
         return files
-    # torch's own has nothing of Megatron's
+    # torch's own format does not have Megatron's files
     only: Mapping[str, bytes] = {METADATA_FILE: files.metadata_files[METADATA_FILE]}
     return replace(files, metadata_files=only)
 
@@ -152,7 +152,7 @@ def _check_format(version: Version, own: str, wanted: str | None) -> None:
 
 
 def _check_replaceable(folder: Path, metadata_file: str) -> None:
-    """Refuse to remove what is no checkpoint."""
+    """Refuse to remove a folder that is not a checkpoint."""
     if folder.exists() and (
         not folder.is_dir() or (any(folder.iterdir()) and not (folder / metadata_file).exists())
     ):
@@ -162,7 +162,7 @@ def _check_replaceable(folder: Path, metadata_file: str) -> None:
 
 
 def _tracked(path: Path) -> int:
-    """The iteration that a tracker file names; 0 if there is none, or it names none."""
+    """Return the iteration that a tracker file names; 0 if the file does not exist or does not name one."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
