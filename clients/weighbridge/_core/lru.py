@@ -64,7 +64,7 @@ class Cache(Generic[V]):
 
     @property
     def keys(self) -> list[Any]:
-        """Return the keys of the values, the least recently used first."""
+        """The keys of the values, the least recently used first."""
         with self._lock:
             return list(self._values)
 

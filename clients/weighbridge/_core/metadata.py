@@ -100,7 +100,7 @@ class BaseVersion(JsonValue):
 
     @property
     def metadata(self) -> dict[str, MetadataValue]:
-        """Return the entries of an adapter version's metadata that name this base."""
+        """The entries of an adapter version's metadata that name this base."""
         return {BASE: str(self), BASE_DIGEST: self.digest}
 
     @staticmethod

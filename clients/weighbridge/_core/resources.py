@@ -196,7 +196,7 @@ class Version(JsonValue):
 
     @property
     def approval_text(self) -> str:
-        """Return the approved reasons, with the approver and the note, as text; empty if no reason was approved."""
+        """The approved reasons, with the approver and the note, as text; empty if no reason was approved."""
         by = f" by {self.approved_by}" if self.approved_by else ""
         note = f": {self.approved_note}" if self.approved_note else ""
         return f"{', '.join(self.approved_reasons)}{by}{note}" if self.approved_reasons else ""

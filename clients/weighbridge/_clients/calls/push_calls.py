@@ -139,9 +139,7 @@ def declare(
                     ranks_text(absent),
                 )
             request.ClearField("layout")  # the service has it now
-            pause = (
-                response.retry_after_ms / 1000 * DICE.uniform(0.75, 1.25)
-            )  # so that ranks do not all call at the same time
+            pause = response.retry_after_ms / 1000 * DICE.uniform(0.75, 1.25)  # staggers the ranks
             yield Pause(min(pause, left))
         else:
             return response

@@ -41,7 +41,7 @@ class Call:
 
     @property
     def encoded(self) -> tuple[bytes, ...]:
-        """Return the request to send now, in parts. Encoded messages that are concatenated form one message (see `request_parts`)."""
+        """The request to send now, in parts. Encoded messages that are concatenated form one message (see `request_parts`)."""
         if self.latest is None:
             return self.request
         *before, last = self.request

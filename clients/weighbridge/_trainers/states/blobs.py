@@ -1,6 +1,6 @@
 """Blob of a rank: plain values as ``torch.save`` writes them, which ``torch.load(weights_only=True)`` can read.
 
-A reader of a blob runs no code of its writer. The writer refuses values that could only be loaded by running code.
+Reading a blob does not execute code of its writer. The writer refuses values that could only be loaded by executing code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _PLAIN = "numbers, texts, bytes, None, plain tensors, and lists, tuples, sets and dicts of these"
 _TORCHS_OWN = ("builtins", "collections", "torch", "torch._utils")
-"""Modules whose allowed types are torch's own choice, also if this process has allowed them as well."""
+"""Modules whose allowed types torch chooses itself, even if this process has allowed them too."""
 _FIX = (
     f"give {_PLAIN}; of a numpy array torch.from_numpy(array) or array.tolist(), of an object with a state_dict() the object itself, "
     "of a DTensor its to_local() or full_tensor()"
@@ -26,12 +26,12 @@ _FIX = (
 
 
 def encode(values: Mapping[str, Any]) -> torch.Tensor:
-    """The blob of plain values: a uint8 tensor of one axis in host memory.
+    """Encode plain values as a blob, a uint8 tensor of one axis in host memory.
 
-    Tensors are written from host memory, each with a storage of exactly its own elements.
+    Tensors are written from host memory, each with a storage that contains exactly its own elements.
 
     Raises:
-        InvalidArgument: a value could not be loaded without running code; names the entry.
+        InvalidArgument: a value could not be loaded without executing code (names the entry).
     """
     import torch
 
@@ -46,7 +46,7 @@ def encode(values: Mapping[str, Any]) -> torch.Tensor:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether `encode` takes a value."""
+    """Whether `encode` accepts a value."""
     try:
         return _loads(_without_data(_prepared(value, "")))
     except InvalidArgument:
@@ -54,7 +54,7 @@ def is_plain(value: Any) -> bool:
 
 
 def decode(blob: torch.Tensor, name: str) -> dict[str, Any]:
-    """The values of a blob; tensors in host memory.
+    """Return the values of a blob, with tensors in host memory.
 
     Args:
         blob: a uint8 tensor of one axis in host memory.
@@ -67,7 +67,7 @@ def decode(blob: torch.Tensor, name: str) -> dict[str, Any]:
 
 
 def by_name(value: Any, name: str) -> dict[str, Any]:
-    """The loaded value, checked to be a dict with texts as keys.
+    """Return the loaded value, after a check that it is a dict with strings as keys.
 
     Args:
         value: the loaded value; None if it is missing.
@@ -82,7 +82,7 @@ def by_name(value: Any, name: str) -> dict[str, Any]:
 
 
 def load(content: Any, name: str, allowed: Sequence[Any] = ()) -> Any:
-    """Load bytes that ``torch.save`` has written, without running code; tensors in host memory.
+    """Load bytes that ``torch.save`` has written, without executing code. Tensors are in host memory.
 
     Args:
         content: the bytes.
@@ -97,12 +97,12 @@ def load(content: Any, name: str, allowed: Sequence[Any] = ()) -> Any:
     try:
         with torch.serialization.safe_globals(list(allowed)):
             return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-    except Exception as error:  # torch raises many types for a damaged file
+    except Exception as error:  # torch raises many types of errors for a damaged file
         raise DataLoss(f"{name} is nothing that torch.load(weights_only=True) reads") from error
 
 
 def _prepared(value: Any, path: str) -> Any:
-    """A value with its tensors in host memory, each with a storage of its own size."""
+    """Return a value with its tensors in host memory, each with a storage of its own size."""
     import torch
 
     if type(value) in (torch.Tensor, torch.nn.Parameter):
@@ -118,7 +118,7 @@ def _prepared(value: Any, path: str) -> Any:
 
 
 def _refused(value: Any, path: str) -> str | None:
-    """Text that names an entry of prepared values that cannot be loaded, and its type; None if all can."""
+    """Return a text that names an entry of prepared values that cannot be loaded, and its type; None if all can be loaded."""
     if _loads(_without_data(value)):
         return None
     for below, child in _children(value, path):
@@ -138,7 +138,7 @@ def _loads(value: Any) -> bool:
             torch.save(value, written)
             written.seek(0)
             torch.load(written, weights_only=True)
-    except Exception:  # pickling runs the values' own code
+    except Exception:  # pickling executes the values' own code
         return False
     # the process that loads the blob may not allow the types that this process allows
     return not any(map(written.getvalue().__contains__, _allowed_here()))
@@ -156,7 +156,7 @@ def _allowed_here() -> Iterator[bytes]:
 
 
 def _without_data(value: Any) -> Any:
-    """Prepared values with empty tensors instead of theirs, because elements do not matter for whether values load."""
+    """Return prepared values with empty tensors, because the elements do not affect whether values can be loaded."""
     import torch
 
     if isinstance(value, torch.Tensor):

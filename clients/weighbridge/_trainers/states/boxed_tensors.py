@@ -1,4 +1,4 @@
-"""Tensors of a trainer with the boxes that this rank holds of them, and what keeps some from being kept."""
+"""Tensors of a trainer with the boxes that this rank holds of them, and the reasons why some tensors cannot be stored."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class BoxedTensors:
-    """Tensors that are collected by name: DTensors of any mesh, parameters that ZeRO-3 has partitioned, and plain tensors, which every rank
-    that has them holds whole.
+    """Tensors that are collected by name: DTensors of any mesh, parameters that ZeRO-3 has partitioned, and plain tensors. A rank that has
+    a plain tensor holds it whole.
 
     Attributes:
-        tensors: one for each shard, of the extent of its box; they alias those that were given.
-        problems: one line for each tensor that cannot be kept.
+        tensors: one tensor for each shard, with the shape of its box, which aliases the collected tensor.
+        problems: one line for each tensor that cannot be stored.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,11 @@ class BoxedTensors:
         self._shards: list[Shard] = []
 
     def take(self, name: str, value: torch.Tensor, *, filled: bool = False) -> TensorSpec | None:
-        """Take one tensor; gives what it is, or None if it cannot be kept. A second one of that name cannot, unless it is the same.
+        """Add a tensor, and return its spec; None if it cannot be stored. A second tensor of the same name cannot be stored, unless it is
+        the same tensor.
 
-        ``filled`` is whether it takes what is stored. Copies that this rank holds besides, as ZeRO-3 keeps them of small parameters, do so, too.
+        ``filled`` tells whether the tensor will be filled from a stored one. Additional copies on this rank, such as those that ZeRO-3
+        makes of small parameters, are then filled too.
         """
         try:
             spec = _spec(name, value)
@@ -54,7 +56,7 @@ class BoxedTensors:
         return spec
 
     def add(self, spec: TensorSpec, held: Iterable[tuple[Box, torch.Tensor]]) -> None:
-        """Take what this rank holds of a tensor: boxes of it, each with a tensor of its extent."""
+        """Add the boxes that this rank holds of a tensor, each with a tensor of its shape."""
         self._specs.append(spec)
         for box, tensor in held:
             self._shards.append(Shard(spec.name, box))
@@ -62,15 +64,15 @@ class BoxedTensors:
 
     @property
     def layout(self) -> Layout:
-        """The shards as one stream. Tensors of which this rank holds no element are listed, too."""
+        """The shards as one stream. It also lists tensors of which this rank does not hold elements."""
         return Layout.stream(self._specs, self._shards)
 
 
 def _spec(name: str, value: torch.Tensor) -> TensorSpec:
-    """Name, dtype and global shape of a tensor.
+    """Return name, dtype and global shape of a tensor.
 
     Raises:
-        InvalidArgument: the tensor cannot be kept, because it is on the meta device or not dense.
+        InvalidArgument: the tensor cannot be stored, because it is on the meta device or not dense.
     """
     import torch
 
@@ -83,12 +85,14 @@ def _spec(name: str, value: torch.Tensor) -> TensorSpec:
 
 
 def taken_twice(name: str) -> str:
-    """Problem of a name that two tensors have, as a text."""
+    """Return the text of the problem that two tensors have the same name."""
     return f"{name}: two tensors have this name, or names that differ by wrappers alone; rename one of them"
 
 
 def place(value: torch.Tensor) -> tuple[object, ...]:
-    """Identity of a tensor's memory, the same for two names of one tensor. It uses the storage, because an empty tensor has no address."""
+    """Return the identity of a tensor's memory, which is the same for two names of one tensor. It uses the storage, because an empty tensor
+    does not have an address.
+    """
     import torch
 
     local = held_tensor(value)

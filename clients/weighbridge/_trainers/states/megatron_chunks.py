@@ -1,4 +1,4 @@
-"""Shards of Megatron's model chunks as training holds them: wrapped, and one chunk for each virtual pipeline stage of the rank."""
+"""Shards of Megatron's model chunks in training. Chunks are wrapped, and a rank has one for each of its virtual pipeline stages."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def sharded_chunks(chunks: Sequence[Any]) -> dict[str, Any]:
-    """Megatron-core's own sharded state dict of each of a rank's chunks, without wrappers (DDP, Float16Module).
+    """Return Megatron-core's own sharded state dict of each of a rank's chunks, without wrappers (DDP, Float16Module).
 
     Returns:
-        The state dicts by ``model0``, ``model1`` and so on, as `TrainerClient.push` takes them.
+        The state dicts by ``model0``, ``model1`` and so on, as `TrainerClient.push` accepts them.
     """
     from megatron.core import parallel_state
 
@@ -29,7 +29,7 @@ def sharded_chunks(chunks: Sequence[Any]) -> dict[str, Any]:
 
 
 def unwrapped(chunk: Any) -> Any:
-    """A module without its wrappers."""
+    """Return a module without its wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk

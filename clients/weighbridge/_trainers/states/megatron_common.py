@@ -1,9 +1,10 @@
-"""Common state of Megatron-core's checkpoints (``common.pt``): what is no tensor of its elements, as Megatron's loaders expect it.
+"""Common state of Megatron-core's checkpoints (``common.pt``): all values other than elementwise tensors, in the form that Megatron's
+loaders expect.
 
-It is a dict of what the trainer has named, and ``optimizer``: of one optimizer its state, of several a dict of them by number. A plain
-optimizer has ``state.common_step`` and ``param_groups``, one with float32 copies both below ``optimizer``, and the distributed one its steps in
-the groups. ``content_metadata`` says in which form tensors are. Source: ``megatron.core.optimizer`` and ``dist_checkpointing`` of 0.16,
-``megatron/training/checkpointing.py`` of Megatron-LM.
+It is a dict of the values that the trainer has named, and ``optimizer``, which is the state of one optimizer or a dict of several by
+number. A plain optimizer has ``state.common_step`` and ``param_groups``; an optimizer with float32 copies has both below ``optimizer``; and
+the distributed optimizer has its steps in the groups. ``content_metadata`` describes the form of the tensors. Source:
+``megatron.core.optimizer`` and ``dist_checkpointing`` of 0.16, ``megatron/training/checkpointing.py`` of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _HALF = re.compile(r"\.(?:weight|bias)_[wv]$")
 def common_state(
     optimizer: Mapping[str, Any], state: Mapping[str, Any], tensors: Iterable[str], step: int
 ) -> dict[str, Any]:
-    """The common state of a checkpoint.
+    """Return the common state of a checkpoint.
 
     Args:
-        optimizer: what `megatron_values.values_of` gave.
-        state: what the trainer has named. ``args`` becomes the namespace that Megatron-LM expects.
+        optimizer: result of `megatron_values.values_of`.
+        state: values that the trainer has named. ``args`` becomes the namespace that Megatron-LM expects.
         tensors: names of the checkpoint's tensors.
-        step: the trainer's step, the iteration unless the trainer names one.
+        step: the trainer's step, which becomes the iteration unless the trainer names one.
     """
     names = list(tensors)
     made: dict[str, Any] = {
@@ -50,7 +51,7 @@ def common_state(
     if isinstance(made.get(_ARGUMENTS), Mapping):
         made[_ARGUMENTS] = argparse.Namespace(**made[_ARGUMENTS])
     groups = optimizer["groups"]
-    # Megatron gives experts an optimizer of their own if they are spread over ranks
+    # if experts are distributed over ranks, Megatron gives them a separate optimizer
     parts = [
         [group for group in groups if bool(group["values"].get("is_expert_parallel")) is own]
         for own in (False, True)
@@ -87,7 +88,7 @@ def _optimizer_state(groups: Sequence[Mapping[str, Any]], scaler: Any) -> dict[s
 
 
 def optimizer_values(common: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The values of a checkpoint's optimizers, as `megatron_values.values_of` returns them, except that their kinds are None.
+    """Return the values of a checkpoint's optimizers, as `megatron_values.values_of` does, except that their kinds are None.
 
     Args:
         common: the checkpoint's common state.
@@ -119,7 +120,7 @@ def optimizer_values(common: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def named_values(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that a checkpoint's trainer has named. ``args`` is a dict."""
+    """Return the values that a checkpoint's trainer has named. ``args`` is a dict."""
     found = {key: value for key, value in common.items() if key not in (_OPTIMIZER, _CONTENT)}
     if isinstance(found.get(_ARGUMENTS), argparse.Namespace):
         found[_ARGUMENTS] = vars(found[_ARGUMENTS])

@@ -1,7 +1,7 @@
-"""Optimizers of Megatron-core on one rank: which elements of which parameters they keep state of.
+"""Optimizers of Megatron-core on one rank: the parameters and elements for which they have state.
 
-Nothing here communicates. The distributed optimizer is read by the ranges that it has given this rank (``gbuf_ranges``), not by its
-``sharded_state_dict``, which gathers. Source of the conventions: ``megatron.core.optimizer`` of 0.16.
+This module does not communicate. It reads the distributed optimizer by the ranges that the optimizer has given this rank (``gbuf_ranges``),
+not by its ``sharded_state_dict``, which gathers. Source of the conventions: ``megatron.core.optimizer`` of 0.16.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class StateTensor(NamedTuple):
     """One tensor of the state of a parameter, or of a range of its elements.
 
     Attributes:
-        parameter: the model's.
-        name: as Megatron's checkpoints have it: ``exp_avg``, ``exp_avg_sq``; of a copy in float32 ``fp32_param``, or ``param`` if the
-            optimizer is the distributed one.
-        flat: the state, of one axis; it aliases what the optimizer holds, or is brought there by `RankOptimizer.put_back`.
-        first: index of the parameter's element that it begins with.
+        parameter: the model's parameter.
+        name: name in Megatron's checkpoints: ``exp_avg``, ``exp_avg_sq``; for a float32 copy ``fp32_param``, or ``param`` if the optimizer
+            is the distributed one.
+        flat: the state, as a tensor of one axis. It aliases the optimizer's tensor, or `RankOptimizer.put_back` copies it there.
+        first: index of the first of its elements in the parameter.
     """
 
     parameter: torch.Tensor
@@ -38,10 +38,10 @@ class StateTensor(NamedTuple):
 
 
 class RankOptimizer(ABC):
-    """One torch optimizer, and what Megatron has put around it.
+    """A torch optimizer and Megatron's wrapper of it.
 
     Args:
-        wrapped: Megatron's.
+        wrapped: Megatron's optimizer.
     """
 
     def __init__(self, wrapped: Any) -> None:
@@ -56,20 +56,22 @@ class RankOptimizer(ABC):
 
     @property
     def grad_scaler(self) -> Any:
-        """Megatron's scaler of gradients; None if there is none."""
+        """Megatron's gradient scaler; None if the optimizer does not have one."""
         return getattr(self._wrapped, "grad_scaler", None)
 
     @abstractmethod
     def _held(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
-        """Each parameter of which this rank has state: the model's, what the torch optimizer has for it, and from where to where in it."""
+        """Yield each parameter for which this rank has state: the model's parameter, the torch optimizer's tensor for it, and begin and end
+        of the range in it.
+        """
 
     @abstractmethod
     def _state_of(self, parameter: torch.Tensor, held: torch.Tensor) -> Mapping[str, Any]:
-        """The state of a parameter by the names that checkpoints have, what is no tensor of its elements included."""
+        """Return the state of a parameter by the names in checkpoints, including values that are not elementwise tensors."""
 
     @abstractmethod
     def replica_id(self, of_parameter: Any) -> Any:
-        """The ``replica_id`` of the state, given the parameter's."""
+        """Return the ``replica_id`` of the state, given the parameter's."""
 
     @property
     @abstractmethod
@@ -78,23 +80,23 @@ class RankOptimizer(ABC):
 
     @abstractmethod
     def put_back(self) -> None:
-        """Bring what was filled in to where it belongs, if it does not alias that."""
+        """Copy filled tensors to the optimizer's tensors, if they do not alias them."""
 
     @property
     def kind(self) -> str:
-        """Names of Megatron's class and of torch's."""
+        """The names of Megatron's and torch's classes."""
         return f"{type(self._wrapped).__name__} of {type(self._inner).__name__}"
 
     def parameters(self) -> list[torch.Tensor]:
-        """The model's parameters of which this rank has state."""
+        """Return the model's parameters for which this rank has state."""
         return [parameter for parameter, _, _, _ in self._held()]
 
     def states(self) -> Iterator[StateTensor]:
-        """All that it keeps by elements.
+        """Yield all elementwise state.
 
         Raises:
-            FailedPrecondition: it has made no step, so there is none yet.
-            LayoutError: a state is not one of elements.
+            FailedPrecondition: the optimizer has not made a step, so it does not have state yet.
+            LayoutError: a state is not elementwise.
         """
         for parameter, held, start, stop in self._held():
             if not self._inner.state.get(held):
@@ -112,10 +114,10 @@ class RankOptimizer(ABC):
                 yield StateTensor(parameter, name, tensor.detach().view(-1), start)
 
     def allocate(self) -> bool:
-        """Make the state that is to be filled, if there is none. Whether there was none.
+        """Allocate the state to fill, if the optimizer does not have state. Return whether it was allocated.
 
         Raises:
-            InvalidArgument: Megatron has no way to make it, as of SGD.
+            InvalidArgument: Megatron cannot allocate the state, for example for SGD.
         """
         fresh = not self._inner.state
         if fresh and self._wrapped.init_state_fn is None:
@@ -133,7 +135,7 @@ class RankOptimizer(ABC):
 
 
 class _Plain(RankOptimizer):
-    """An optimizer that has the state of whole parameters."""
+    """An optimizer with state for whole parameters."""
 
     replicas_alike = True
 
@@ -162,11 +164,11 @@ class _Plain(RankOptimizer):
         return of_parameter
 
     def put_back(self) -> None:
-        """See `RankOptimizer.put_back`. All of it aliases the optimizer's tensors."""
+        """See `RankOptimizer.put_back`. All state aliases the optimizer's tensors."""
 
 
 class _Distributed(RankOptimizer):
-    """The distributed optimizer: of each model shard, ranks have ranges of the elements."""
+    """The distributed optimizer. Each rank has a range of the elements of a model shard."""
 
     replicas_alike = False
 
@@ -184,7 +186,7 @@ class _Distributed(RankOptimizer):
                         yield parameter, held, where["param"].start, where["param"].end
 
     def _state_of(self, parameter: torch.Tensor, held: torch.Tensor) -> Mapping[str, Any]:
-        # it undoes what states of less than 32 bits are scaled by, and then gives copies
+        # it undoes the scaling of states of less than 32 bits, and returns copies in that case
         state: Mapping[str, Any] = self._wrapped._get_main_param_and_optimizer_states(parameter)
         self._given.append((parameter, state))
         return state
@@ -194,18 +196,18 @@ class _Distributed(RankOptimizer):
             self._wrapped._set_main_param_and_optimizer_states(parameter, state)
 
     def replica_id(self, of_parameter: Any) -> Any:
-        # ranks of data parallelism share a shard out, unless several instances of the optimizer hold it
+        # data-parallel ranks divide a shard among themselves, unless several instances of the optimizer hold it
         return (*of_parameter[:2], self._wrapped.distributed_optimizer_instance_id)
 
 
 def rank_optimizers(optimizer: Any) -> list[RankOptimizer]:
-    """The optimizers of one rank that have parameters to update, in Megatron's order.
+    """Return the optimizers of one rank that have parameters to update, in Megatron's order.
 
     Args:
-        optimizer: Megatron's optimizer; None if there is none.
+        optimizer: Megatron's optimizer, or None.
 
     Raises:
-        InvalidArgument: the optimizer is not of Megatron-core, or of a kind that is not supported.
+        InvalidArgument: the optimizer is not a Megatron-core optimizer, or its kind is not supported.
     """
     from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer

@@ -1,7 +1,7 @@
-"""Pieces of a Megatron-core parameter: where the elements of its flat memory lie in the tensors of a checkpoint.
+"""Pieces of a Megatron-core parameter: the places of the elements of its flat memory in the tensors of a checkpoint.
 
-A parameter is a piece of one tensor; a ``ShardedTensorFactory`` makes several of it, as of the two halves of a gated linear unit. What
-optimizers keep of a parameter lies in pieces of the same kind, whatever range of its elements they keep.
+A parameter is a piece of one tensor; a ``ShardedTensorFactory`` divides it into several pieces, for example the two halves of a gated
+linear unit. The state of optimizers for a parameter, or for any range of its elements, lies in pieces of the same kind.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Piece(NamedTuple):
 
     Attributes:
         key: name of the tensor in a checkpoint.
-        shape: the tensor's.
-        offset: where the box begins; the first axes are prepended ones (the layer, the expert), along which it extends by 1.
+        shape: shape of the tensor.
+        offset: first element of the box. The first axes are prepended ones (the layer, the expert), along which the extent of the box is 1.
         view: the other axes of the box, as a view of the parameter's memory.
     """
 
@@ -32,11 +32,11 @@ class Piece(NamedTuple):
     view: StridedView
 
     def parts(self, first: int, size: int) -> Iterator[tuple[Box, Part]]:
-        """The boxes of the tensor that a range of the parameter's elements holds, and for each the part of the range.
+        """Yield the boxes of the tensor that a range of the parameter's elements holds, each with the part of the range.
 
         Args:
-            first: where the range begins in the parameter.
-            size: how many elements it has.
+            first: begin of the range in the parameter.
+            size: number of elements in the range.
         """
         prepended = len(self.offset) - len(self.view.shape)
         leading, origin = self.offset[:prepended], self.offset[prepended:]
@@ -47,10 +47,10 @@ class Piece(NamedTuple):
 
 
 def pieces_of(entry: Entry) -> list[Piece]:
-    """The pieces of a parameter.
+    """Return the pieces of a parameter.
 
     Raises:
-        LayoutError: the parameter is not dense, or its factory does anything but place elements evenly.
+        LayoutError: the parameter is not dense, or its factory does anything other than placing elements at regular distances.
     """
     whole = entry.declared.data
     if not whole.is_contiguous():

@@ -1,7 +1,7 @@
 """Training state of a Megatron-core rank: the shards of its model, and of its optimizers' state by the keys of Megatron's own checkpoints.
 
-Keys are those that ``dist_checkpointing`` gives a model and its optimizer (the distributed one: as ``fully_reshardable``), without the
-prefixes of chained optimizers: ``optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight``.
+The keys are those that ``dist_checkpointing`` gives a model and its optimizer (for the distributed optimizer: as ``fully_reshardable``),
+without the prefixes of chained optimizers: ``optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight``.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ _NAMED = 20
 
 
 def training_tensors(model: ShardedTensors, optimizer: Any) -> TrainingTensors:
-    """Tensors of its model and its optimizer that a rank pushes. Does not communicate.
+    """Return the tensors of its model and its optimizer that a rank pushes. Does not communicate.
 
     Args:
         model: result of `sharded_tensors` for the model's state dict.
-        optimizer: result of ``get_megatron_optimizer``; None pushes the model alone.
+        optimizer: result of ``get_megatron_optimizer``; None pushes only the model.
 
     Raises:
-        InvalidArgument: the optimizer is not of Megatron.
+        InvalidArgument: the optimizer is not a Megatron optimizer.
         LayoutError: the optimizer updates parameters that are not in the state dict, or its state is not elementwise.
-        FailedPrecondition: the optimizer has made no step.
+        FailedPrecondition: the optimizer has not made a step yet.
     """
     held = _Held.of(model, rank_optimizers(optimizer))
     pushed = [index for index, (_, shard, _) in enumerate(held.states) if shard.main or held.alike[index]]
     layout, tensors = held.joined(pushed)
     values = {
         "optimizer": values_of(held.optimizers),
-        # objects without data are kept too, because Megatron loads no checkpoint that lacks one
+        # objects without data are stored too, because Megatron does not load a checkpoint that lacks one
         "objects": {each.unique_key: _plain(each.data) for each in model.objects},
     }
     return TrainingTensors(layout, tensors, values, TensorSpace.MEGATRON)
 
 
 def megatron_fit(model: ShardedTensors, optimizer: Any) -> Fit:
-    """Function that fits a rank to a stored training state of any parallelism.
+    """Return a function that fits a rank to a stored training state of any parallelism.
 
-    It gives an optimizer without state one. If the vocabulary is padded further than the stored one, the additional rows are unchanged.
-    ``ShardedObject``s get the stored data of their key, if there is any.
+    It allocates the state of an optimizer that has none. If the vocabulary has more padding than the stored one, the additional rows are
+    unchanged. ``ShardedObject``s get the stored data of their key, if it exists.
 
     Args:
         model, optimizer: see `training_tensors`; filled in place.
@@ -111,8 +111,8 @@ class _Held:
         model: the shards of the model.
         optimizers: optimizers of the rank.
         states: for each shard of the optimizers' state, the spec of its tensor, the shard, and a tensor with its elements.
-        alike: for each of these shards, whether replicas are equal on all ranks that hold them.
-        resizable: names of tensors whose shape may differ from job to job.
+        alike: for each of these shards, whether its replicas are equal on all ranks that hold them.
+        resizable: names of tensors whose shape may differ between jobs.
     """
 
     model: ShardedTensors
@@ -158,7 +158,7 @@ class _Held:
         return _Held(model, optimizers, states, alike, frozenset(resizable))
 
     def joined(self, chosen: Sequence[int]) -> tuple[Layout, tuple[torch.Tensor, ...]]:
-        """The shards of the model and the chosen shards of the optimizers' state as one stream, with their tensors."""
+        """Return the shards of the model and the chosen shards of the optimizers' state as one stream, with their tensors."""
         states = [self.states[index] for index in chosen]
         layout = Layout.stream(
             [*self.model.layout.tensors.values(), *(spec for spec, _, _ in states)],
@@ -167,7 +167,7 @@ class _Held:
         return layout, (*self.model.tensors, *(tensor for _, _, tensor in states))
 
     def fitted(self, stored: Mapping[str, TensorSpec], of: str) -> tuple[Layout, tuple[torch.Tensor, ...]]:
-        """All shards as one stream of stored tensors, with their tensors.
+        """Return all shards as one stream of stored tensors, with their tensors.
 
         Raises:
             LayoutError: tensors are stored with another dtype or shape, or not at all (names them).
@@ -225,8 +225,9 @@ def _misfit(spec: TensorSpec, stored: TensorSpec | None, *, resizable: bool) -> 
 
 
 def _plain(data: Any) -> Any:
-    """The data of a ``ShardedObject`` in the form that is kept. A file in memory, which older Transformer Engine gives as its extra state,
-    becomes its bytes."""
+    """Return the data of a ``ShardedObject`` in the form that is stored. A file in memory, which is the extra state of older Transformer
+    Engine, becomes its bytes.
+    """
     return data.getvalue() if isinstance(data, io.BytesIO) else data
 
 
@@ -236,7 +237,7 @@ def as_data(kept: Any) -> Any:
 
 
 def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """A part of a shard's tensor, which lacks prepended axes."""
+    """Return a part of a shard's tensor, which lacks prepended axes."""
     for axis in range(tensor.dim()):
         at = len(box.offset) - tensor.dim() + axis
         tensor = tensor.narrow(axis, box.offset[at], box.extent[at])

@@ -1,8 +1,8 @@
-"""Values of Megatron-core's optimizers other than tensors: groups of parameters, counts of steps, scales of gradients.
+"""Values of Megatron-core's optimizers other than tensors: parameter groups, step counts, gradient scales.
 
 They are the same on all ranks. The number of optimizers depends on the parallelism: with expert parallelism experts have their own
-optimizer, and without it they share that of the other parameters. So values are kept by group, and a group is matched by the properties by
-which Megatron itself forms groups.
+optimizer, and without it they share the optimizer of the other parameters. Therefore values are stored by group, and groups are matched by
+the properties by which Megatron itself forms groups.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EXPERT = "is_expert_parallel"
 
 
 class _Identity(NamedTuple):
-    """Identity of a group of parameters: the kind of its optimizer, the factors of its rates, and whether it belongs to experts."""
+    """Identity of a parameter group: the kind of its optimizer, the factors of its rates, and whether it belongs to experts."""
 
     kind: str
     rates: tuple[tuple[str, Any], ...]
@@ -31,9 +31,9 @@ class _Identity(NamedTuple):
 
 
 def values_of(optimizers: Sequence[RankOptimizer]) -> dict[str, Any]:
-    """Values of the optimizers of a rank other than tensors, as plain data.
+    """Return the values of a rank's optimizers other than tensors, as plain data.
 
-    A group without parameters on this rank counts no steps, so it gets the count of another group of the same kind.
+    A group without parameters on this rank does not count steps, so it gets the count of another group of the same kind.
 
     Raises:
         FailedPrecondition: parameters of one group have made different numbers of steps.
@@ -61,14 +61,14 @@ def values_of(optimizers: Sequence[RankOptimizer]) -> dict[str, Any]:
 
 
 class FittedValues:
-    """Kept values, each with the optimizer and the group that it belongs to.
+    """Stored values, each with the optimizer and the group to which it belongs.
 
     Args:
         optimizers: optimizers of this rank.
         kept: result of `values_of`.
 
     Raises:
-        LayoutError: optimizers are of other kinds, or have other groups.
+        LayoutError: the optimizers are of other kinds, or have other groups.
     """
 
     def __init__(self, optimizers: Sequence[RankOptimizer], kept: Mapping[str, Any]) -> None:
@@ -79,7 +79,7 @@ class FittedValues:
         self._groups = [(*each, values) for each, values in zip(own, found, strict=True)]
 
     def give(self) -> None:
-        """Set them."""
+        """Set the values in the optimizers and groups."""
         import torch
 
         for optimizer, group, kept in self._groups:
@@ -87,7 +87,7 @@ class FittedValues:
             if kept[_STEP] is None:
                 continue
             for parameter in group["params"]:
-                # where torch has it
+                # the device that torch uses
                 device = parameter.device if group.get("capturable") or group.get("fused") else None
                 optimizer.inner.state[parameter][_STEP] = torch.tensor(
                     kept[_STEP], dtype=torch.float32, device=device
@@ -98,7 +98,7 @@ class FittedValues:
 
 
 def _step(optimizer: RankOptimizer, group: Mapping[str, Any]) -> float | None:
-    """The steps that a group has made, where they are counted by parameters."""
+    """Return the number of steps that a group has made, if steps are counted by parameter."""
     states = [optimizer.inner.state.get(parameter, {}) for parameter in group["params"]]
     steps = {float(state[_STEP]) for state in states if _STEP in state}
     if len(steps) > 1:
@@ -111,14 +111,14 @@ def _step(optimizer: RankOptimizer, group: Mapping[str, Any]) -> float | None:
 def _identity(kind: str, group: Mapping[str, Any]) -> _Identity:
     from megatron.core.optimizer.optimizer import param_group_identifier_keys as names
 
-    # NeMo has other names for some of it
+    # NeMo has other names for some of these
     rates = [(name, group.get(name, group.get(f"pre_{name}"))) for name in names if name != _EXPERT]
     return _Identity(kind, tuple(rates), bool(group.get(_EXPERT)))
 
 
 def _matched(own: Sequence[_Identity], kept: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """For each group the one that was kept of it."""
-    # a checkpoint of Megatron's own says nothing of kinds
+    """Return the stored group for each group."""
+    # Megatron's own checkpoints do not contain kinds
     unknown = own[0].kind if own else ""
     there = [_identity(each["kind"] or unknown, each["values"]) for each in kept]
     if own == there:
@@ -131,7 +131,7 @@ def _matched(own: Sequence[_Identity], kept: Sequence[Mapping[str, Any]]) -> lis
             fix="build the optimizer by the settings that it was pushed with, or leave optimizer= out",
         )
     by_identity = dict(zip(there, kept, strict=True))
-    # with and without expert parallelism, groups of experts are two of what is one
+    # expert parallelism splits one group into two, of which one belongs to the experts
     by_rates = {each._replace(of_experts=False): values for each, values in by_identity.items()}
     by_rates |= {each: values for each, values in by_identity.items() if not each.of_experts}
     found = [by_identity.get(each, by_rates.get(each._replace(of_experts=False))) for each in own]

@@ -1,4 +1,4 @@
-"""Values of a trainer as plain ones: what blobs refuse, and what means the same without refusing it."""
+"""Conversion of a trainer's values that blobs refuse into equivalent plain values."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _ALWAYS_PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 def plain(value: Any) -> Any:
-    """A value in which numpy's arrays are tensors, its numbers are Python's, and namespaces are dicts of their attributes that are plain.
+    """Return a value in which numpy arrays are tensors, numpy numbers are Python numbers, and namespaces are dicts of their plain
+    attributes.
 
-    Looks into dicts, lists and tuples. What has no plain form stays as it is.
+    Also converts the items of dicts, lists and tuples. Values without a plain form are unchanged.
     """
     import numpy as np
     import torch
 
-    # torch has neither long doubles nor a byte order
+    # torch does not support long doubles and other byte orders
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.char not in "gG":
         return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
     if isinstance(value, np.generic):
@@ -34,7 +35,7 @@ def plain(value: Any) -> Any:
 
 
 def _plain_ones(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Of attributes those that a blob takes: a trainer's arguments have enumerations and functions among them, which no loader asks for."""
+    """Return the attributes that a blob accepts. A trainer's arguments also contain enumerations and functions, which loaders do not need."""
     return {
         name: value
         for name, value in attributes.items()

@@ -11,16 +11,17 @@ __all__ = ["RandomStates"]
 
 
 class RandomStates:
-    """The random number generators of this process, for ``rank_state``: Python's, numpy's global one, and torch's of the CPU and of the CUDA device in use.
+    """The random number generators of this process, for ``rank_state``: Python's, numpy's global one, and torch's for the CPU and the
+    current CUDA device.
 
-    Generators that a program has made itself are its own to keep: ``generator.get_state()`` is a plain tensor.
+    A program must store the state of generators that it creates itself: ``generator.get_state()`` is a plain tensor.
     """
 
     def __repr__(self) -> str:
         return "<RandomStates of this process>"
 
     def state_dict(self) -> dict[str, Any]:
-        """The states now: plain values and tensors in host memory."""
+        """Return the current states: plain values and tensors in host memory."""
         import torch
 
         states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
@@ -33,7 +34,7 @@ class RandomStates:
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Go on from these states. One of a CUDA device is set if there is one."""
+        """Continue from these states. The state of a CUDA device is set if the process has one."""
         import torch
 
         random.setstate(states["python"])

@@ -9,10 +9,10 @@ from weighbridge.errors import InvalidArgument
 
 
 def values_of(named: Any, argument: str) -> dict[str, Any]:
-    """The values to keep. An object with ``state_dict()`` and ``load_state_dict()`` is replaced by its state dict.
+    """Return the values to store. An object with ``state_dict()`` and ``load_state_dict()`` is replaced by its state dict.
 
     Args:
-        named: values by name; None if there are none.
+        named: values by name; None if the caller does not give any.
         argument: name of the caller's argument, for errors.
 
     Raises:
@@ -31,13 +31,13 @@ def values_of(named: Any, argument: str) -> dict[str, Any]:
 def check_kept(
     named: MutableMapping[str, Any] | None, kept: Mapping[str, Any], argument: str, version: object
 ) -> None:
-    """Refuse names for which no value was kept, before any value is restored.
+    """Refuse names for which no value was stored, before any value is restored.
 
     Args:
-        named: mapping to restore; None if there is none.
-        kept: the kept values.
+        named: mapping to restore; None if the caller does not give one.
+        kept: the stored values.
         argument: name of the caller's argument, for errors.
-        version: version in which the values were kept, for errors.
+        version: version that contains the values, for errors.
 
     Raises:
         InvalidArgument: values are missing (names them), or ``named`` is not a mutable mapping.
@@ -58,12 +58,14 @@ def check_kept(
 
 
 def left_out(named: Mapping[str, Any] | None, kept: Mapping[str, Any], argument: str) -> list[str]:
-    """Kept entries that the caller does not restore, as ``scheduler in state=``; empty if the caller gives no mapping."""
+    """Return the stored entries that the caller does not restore, such as ``scheduler in state=``; empty if the caller does not give a
+    mapping.
+    """
     return [] if named is None else [f"{name} in {argument}=" for name in kept if name not in named]
 
 
 def give_back(named: MutableMapping[str, Any] | None, kept: Mapping[str, Any]) -> None:
-    """Restore values, all of which were kept: objects load their state, plain values are replaced in the mapping."""
+    """Restore values, all of which were stored. Objects load their state; plain values are replaced in the mapping."""
     for name, value in list((named or {}).items()):
         if _is_stateful(value):
             value.load_state_dict(kept[name])

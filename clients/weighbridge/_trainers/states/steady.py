@@ -1,4 +1,4 @@
-"""Memory of a trainer that only the next step of an optimizer changes: the optimizer's parameters, and its state."""
+"""Memory of a trainer that only the next step of an optimizer changes: the optimizer's parameters and its state."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class Steady:
     storages: frozenset[int]
 
     def settled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor with the same elements that does not change until then: the tensor itself, or a copy if other code may change it, as
-        with a buffer."""
+        """Return a tensor with the same elements that does not change until then: the tensor itself, or a copy if other code may change it,
+        for example a buffer.
+        """
         return tensor if _storage(tensor) in self.storages else tensor.detach().clone()
 
 
@@ -36,7 +37,7 @@ def steady_until_step(optimizer: Any) -> Steady:
     """Memory that only the next step of an optimizer changes.
 
     Args:
-        optimizer: one optimizer of torch, several of them, or one of Megatron-core.
+        optimizer: one or several torch optimizers, or a Megatron-core optimizer.
 
     Raises:
         InvalidArgument: ``optimizer`` is something else.
@@ -68,7 +69,7 @@ def _steady(optimizers: Sequence[torch.optim.Optimizer], others: Iterable[torch.
 
 
 def _held(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The parameters of a torch optimizer, and the tensors of its state."""
+    """Yield the parameters of a torch optimizer, and the tensors of its state."""
     import torch
 
     for group in optimizer.param_groups:

@@ -1,7 +1,8 @@
-"""Entries of torch's checkpoints that are no tensors of module or optimizer: values by their paths in the nested state dict that is saved.
+"""Entries of torch's checkpoints that are not tensors of the module or optimizer: values by their paths in the saved nested state dict.
 
-Names are those that torch.distributed.checkpoint gives: ``optimizer.param_groups.0.lr``, ``scheduler.last_epoch``. What is of a group of parameters has the
-names of its parameters, too, as ``flatten_optimizer_state_dict`` has it: ``optimizer.param_groups.<parameter>.lr``. Either is understood.
+Names are those that torch.distributed.checkpoint gives: ``optimizer.param_groups.0.lr``, ``scheduler.last_epoch``. Options of a parameter
+group may also be named by parameter, as with ``flatten_optimizer_state_dict``: ``optimizer.param_groups.<parameter>.lr``. Both forms are
+supported.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ _PARAMS = "params"
 def entries_of(
     trainer: Mapping[str, Any], state: Mapping[str, Any], rank_states: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """The entries by name, and the path of each.
+    """Return the entries by name, and the path of each.
 
     Args:
-        trainer: what `torch_training.training_tensors` gave.
-        state: what the trainer has named; at the top.
-        rank_states: what it has named of each rank; below ``rank_state`` and the rank.
+        trainer: values from `torch_training.training_tensors`.
+        state: values that the trainer has named; they are at the top level.
+        rank_states: values that the trainer has named for each rank; they are below ``rank_state`` and the rank.
 
     Raises:
-        InvalidArgument: the trainer has given something the name of the module, the optimizer or the ranks' own values.
+        InvalidArgument: the trainer has used the name of the module, the optimizer or the ranks' own values for something else.
     """
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -58,7 +59,7 @@ def entries_of(
 
 
 def paths_of_tensors(tensors: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, KeyPath]:
-    """The paths of the tensors of module and optimizer. The name of a parameter is one key, although it contains dots."""
+    """Return the paths of the tensors of module and optimizer. The name of a parameter is one key, although it contains dots."""
     parameters = {
         name.removeprefix(f"{MODEL}.") for name in (*tensors, *aliases) if name.startswith(f"{MODEL}.")
     }
@@ -73,7 +74,7 @@ def paths_of_tensors(tensors: Mapping[str, Any], aliases: Mapping[str, str]) -> 
 
 
 def optimizer_values(entries: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """Values in the form of `torch_optimizers.NamedOptimizers.values`, from the entries of an optimizer by their paths within it."""
+    """Return values in the form of `torch_optimizers.NamedOptimizers.values`, from the entries of an optimizer by their paths within it."""
     groups = _nested({path[1:]: value for path, value in entries.items() if path[0] == _GROUPS}.items())
     if not groups:
         groups = _merged(entries)
@@ -85,7 +86,7 @@ def optimizer_values(entries: Mapping[KeyPath, Any]) -> dict[str, Any]:
 
 
 def _merged(entries: Mapping[KeyPath, Any]) -> list[dict[str, Any]]:
-    """The groups of an optimizer whose entries are options of single parameters. Parameters with equal options form one group."""
+    """Return the groups of an optimizer whose entries are options of single parameters. Parameters with equal options form one group."""
     options: dict[str, dict[str, Any]] = {}
     for path, value in entries.items():
         if len(path) == 1 and str(path[0]).startswith(f"{_GROUPS}."):
@@ -102,7 +103,7 @@ def _merged(entries: Mapping[KeyPath, Any]) -> list[dict[str, Any]]:
 
 
 def nested(entries: Mapping[Any, Any]) -> Any:
-    """The nested value that entries form: dicts for text keys, lists for numbers; an entry with an empty path is the whole value."""
+    """Return the nested value that entries form: dicts for string keys, lists for numbers. An entry with an empty path is the whole value."""
     return entries[()] if () in entries else _nested(entries.items())
 
 

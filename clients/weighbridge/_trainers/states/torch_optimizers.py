@@ -1,8 +1,8 @@
 """State of torch optimizers by the names of their parameters, and back.
 
 Names are those of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` with ``flatten_optimizer_state_dict``:
-``state.<parameter>.exp_avg``. The state is read from ``optimizer.state`` directly, because torch's function makes a step with an optimizer
-that has not made one, and its counterpart that loads a state dict casts moments to their parameters' dtype.
+``state.<parameter>.exp_avg``. The state is read directly from ``optimizer.state``, because torch's function makes a step with an optimizer
+that has not made one, and the function that loads a state dict casts moments to their parameters' dtype.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """Boxes of a tensor of the optimizer's state: its spec, and each box with a tensor of its extent."""
+    """Boxes of a tensor of the optimizer's state: its spec, and each box with a tensor of the box's shape."""
 
     spec: TensorSpec
     held: Sequence[tuple[Box, torch.Tensor]]
@@ -60,8 +60,8 @@ class NamedOptimizers:
             names: the module's names of its parameters.
 
         Raises:
-            InvalidArgument: one of them is not an optimizer of torch.
-            LayoutError: they have parameters that the module does not have, or share a parameter (names each).
+            InvalidArgument: one of them is not a torch optimizer.
+            LayoutError: the optimizers have parameters that the module does not have, or share a parameter (names each).
         """
         import torch
 
@@ -96,7 +96,7 @@ class NamedOptimizers:
         return NamedOptimizers(found, own)
 
     def take_into(self, boxed: BoxedTensors, prefix: str) -> None:
-        """Add all tensors of the optimizers' state, with a prefix before their names, and problems for those that could not be restored."""
+        """Add all tensors of the optimizers' state with a prefix to their names, and problems for those that could not be restored."""
         import torch
 
         for name, _, state in self._states():
@@ -113,7 +113,9 @@ class NamedOptimizers:
                     boxed.problems.append(f"{full}: it is a {type(value).__name__} with tensors in it")
 
     def values(self) -> dict[str, Any]:
-        """The optimizers' state other than tensors: numbers by parameter, the parameter groups, and the kind of optimizer of each group."""
+        """Return the optimizers' state other than tensors: numbers by parameter, the parameter groups, and the kind of optimizer of each
+        group.
+        """
         import torch
 
         numbers: dict[str, dict[Path, Any]] = {}
@@ -137,7 +139,7 @@ class NamedOptimizers:
         Args:
             stored: the stored tensors, by the names of `take_into`.
             values: result of `values`.
-            strict: whether both must have the same parameters and the same kind of optimizer. If not, state that only one of them has is
+            strict: whether both must have the same parameters and the same kind of optimizer. If False, state that only one of them has is
                 unchanged, and kinds are distinguished only by the options of groups.
         """
         groups = Groups(values["param_groups"], values.get("kinds", ()))
@@ -166,7 +168,7 @@ class NamedOptimizers:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group[PARAMS]:
-                    # by get: asking a defaultdict makes an entry, which says that a step was made
+                    # uses get, because indexing a defaultdict creates an entry, as if a step had been made
                     yield self.names[parameter], parameter, optimizer.state.get(parameter, {})
 
 
@@ -177,8 +179,8 @@ class OptimizerFit:
     Attributes:
         problems: one line for each mismatch.
         tensors: tensors to fill, by name: those of the optimizers if they have such a tensor, new ones otherwise.
-        parts: parts to fill of tensors of which a rank holds ranges.
-        states: state of each parameter by paths; empty for parameters that are to have none.
+        parts: parts to fill, of tensors of which the rank holds only ranges.
+        states: state of each parameter by path; empty for parameters that must not have state.
         options: options of each group.
     """
 
@@ -203,8 +205,9 @@ class OptimizerFit:
 def _another_kind(
     optimizer: torch.optim.Optimizer, number: int, group: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> list[str]:
-    """A line if a stored group belongs to another kind of optimizer, so that each side has options that the other lacks. A release of torch
-    that only adds options is the same kind."""
+    """Return a line if a stored group belongs to another kind of optimizer, which means that each side has options that the other lacks. If
+    a release of torch only adds options, the kind is the same.
+    """
     lacking = sorted(set(optimizer.defaults) - set(stored)) if stored else []
     unknown = sorted(set(own_options(stored)) - set(group) - _SCHEDULERS)
     if not lacking or not unknown:
@@ -215,7 +218,7 @@ def _another_kind(
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Name of an optimizer's class. For a wrapper, such as accelerate's, the name of the wrapped optimizer's class."""
+    """Return the name of an optimizer's class. For a wrapper, such as accelerate's, return the name of the wrapped optimizer's class."""
     import torch
 
     inner = getattr(optimizer, "optimizer", None)
@@ -227,7 +230,7 @@ class Groups:
 
     Args:
         groups: the groups.
-        kinds: kind of optimizer of each group; empty if it was not kept.
+        kinds: kind of optimizer of each group; empty if it was not stored.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], kinds: Sequence[str] = ()) -> None:
@@ -236,8 +239,9 @@ class Groups:
         self.names = {name: index for index, group in enumerate(groups) for name in group[PARAMS]}
 
     def unlike(self, known: Collection[str], filled: Collection[str]) -> list[str]:
-        """Lines for parameters that only the stored groups have, or only the optimizer's. A parameter in ``filled`` is no mismatch: its
-        group belongs to another rank."""
+        """Return lines for parameters that only the stored groups have, or only the optimizer's groups. A parameter in ``filled`` is not a
+        mismatch: its group belongs to another rank.
+        """
         return [
             f"{name} is in a parameter group of the version, and in none of the optimizer's"
             for name in self.names
@@ -284,7 +288,7 @@ class Groups:
 def _entries(
     stored: Mapping[str, TensorSpec], numbers: Mapping[str, Mapping[Path, Any]], known: Collection[str]
 ) -> tuple[dict[str, dict[Path, Any]], list[str]]:
-    """Stored numbers and tensors of each known parameter, and lines for tensors of unknown parameters."""
+    """Return the stored numbers and tensors of each known parameter, and lines for tensors of unknown parameters."""
     entries = {name: dict(found) for name, found in numbers.items() if name in known}
     foreign = []
     for full, spec in stored.items():
@@ -306,7 +310,7 @@ def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[s
 
 
 def _leaves(state: Mapping[Any, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Leaves of the nested dicts of a state, with their paths. A dict with keys other than texts is a leaf itself."""
+    """Yield the leaves of the nested dicts of a state, with their paths. A dict with keys other than strings is itself a leaf."""
     for key, value in state.items():
         if (
             isinstance(value, dict)
@@ -329,8 +333,9 @@ def _has_tensors(value: Any) -> bool:
 def _target(
     spec: TensorSpec, path: Path, there: Any, parameter: torch.Tensor, group: Mapping[str, Any]
 ) -> torch.Tensor:
-    """The tensor to fill with a stored one: the existing tensor if its dtype and shape match, otherwise a new one as the optimizer itself
-    makes it."""
+    """Return the tensor to fill with a stored one: the existing tensor if its dtype and shape match, otherwise a new one, created as the
+    optimizer itself would.
+    """
     import torch
 
     dtype = spec.dtype.torch
@@ -356,7 +361,7 @@ def _target(
 
 
 def own_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a parameter group, without its parameters."""
+    """Return the options of a parameter group, without its parameters."""
     return {key: value for key, value in group.items() if key not in _OWN}
 
 
@@ -366,6 +371,6 @@ def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
 
     there = group.get(key)
     if isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor) and there.shape == value.shape:
-        there.copy_(value)  # schedulers and graphs hold it
+        there.copy_(value)  # schedulers and graphs refer to this tensor
     else:
         group[key] = value

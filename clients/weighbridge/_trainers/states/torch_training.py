@@ -1,7 +1,7 @@
 """Training state of a torch module and its optimizers: FSDP2, HSDP, tensor parallelism, DDP, DeepSpeed's ZeRO, or one process.
 
 Names are those of ``torch.distributed.checkpoint.state_dict``: ``model.<name>`` for ``get_model_state_dict``, ``optimizer.state.<name>.exp_avg`` for
-``get_optimizer_state_dict``. Of tied tensors, which share their memory, the first one is kept.
+``get_optimizer_state_dict``. If tensors are tied and so share memory, only the first one is stored.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ _SPACE = TensorSpace.HUGGING_FACE
 
 
 def training_tensors(module: object, optimizers: object | None) -> TrainingTensors:
-    """Tensors of a module and its optimizers that this rank holds.
+    """Return the tensors of a module and its optimizers that this rank holds.
 
     Args:
-        module: a torch module. Its tensors are DTensors of any mesh, or plain ones, which every rank holds whole; on any device.
+        module: a torch module. Its tensors may be DTensors of any mesh, or plain tensors, which every rank holds whole. They may be on any
+            device.
         optimizers: one optimizer, several, or None.
 
     Raises:
-        InvalidArgument: the module or an optimizer is not of torch.
-        LayoutError: optimizers have parameters that the module does not have, tensors cannot be kept, or adapters are merged into weights
+        InvalidArgument: the module is not a torch module, or an optimizer is not a torch optimizer.
+        LayoutError: optimizers have parameters that the module does not have, tensors cannot be stored, or adapters are merged into weights
             (names each).
     """
     root = _root(module)
@@ -71,14 +72,15 @@ def training_tensors(module: object, optimizers: object | None) -> TrainingTenso
 
 
 def torch_fit(module: object, optimizers: object | None, *, strict: bool = True) -> Fit:
-    """Fits a module and its optimizers to a stored training state.
+    """Return a function that fits a module and its optimizers to a stored training state.
 
     Args:
-        module, optimizers: as for `training_tensors`.
-        strict: whether both must have the same tensors and parameters. If not, what only one of them has stays as it is.
+        module, optimizers: see `training_tensors`.
+        strict: whether both must have the same tensors and parameters. If False, tensors and parameters that only one of them has are
+            unchanged.
 
     Raises:
-        InvalidArgument, LayoutError: as `training_tensors`.
+        InvalidArgument, LayoutError: see `training_tensors`.
     """
     root = _root(module)
     named = None if optimizers is None else _named(root, optimizers)
@@ -152,10 +154,11 @@ def _fit(
 
 
 def _check_adapters(module: torch.nn.Module, stored: StoredState) -> None:
-    """Refuse a module whose adapters are not those of the state, or are merged into its weights: the state has them beside these.
+    """Refuse a module whose adapters differ from those in the state, or are merged into its weights. The state contains adapters separately
+    from the weights.
 
     Raises:
-        LayoutError: they are not.
+        LayoutError: the adapters differ, or are merged.
     """
     has, kept = peft_models.adapter_names(module), stored.values.get(_ADAPTERS)
     there = any("base_layer" in name.split(".") for name in stored.tensors)
@@ -183,7 +186,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def _root(given: object) -> torch.nn.Module:
-    """The module within DDP and torch.compile. Raises InvalidArgument if its state is not that of torch's own optimizers."""
+    """Return the module inside DDP and torch.compile. Raises InvalidArgument if its state does not have the form of torch's own optimizers."""
     import torch
 
     if not isinstance(given, torch.nn.Module):
@@ -204,7 +207,7 @@ def _root(given: object) -> torch.nn.Module:
 
 
 def _named(module: torch.nn.Module, optimizers: object) -> NamedOptimizers | ZeroOptimizer:
-    """Optimizers by the names of their parameters."""
+    """Return optimizers by the names of their parameters."""
     if is_zero(optimizers):
         return ZeroOptimizer(optimizers, _parameter_names(module))
     if any(zero3.is_partitioned(parameter) for parameter in module.parameters()):
@@ -216,11 +219,12 @@ def _named(module: torch.nn.Module, optimizers: object) -> NamedOptimizers | Zer
 
 
 def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The module that DDP, torch.compile or DeepSpeed has wrapped. Wrappers are recognised by type, because any module may have a child
-    ``module``."""
+    """Return the module that DDP, torch.compile or DeepSpeed has wrapped. Wrappers are recognised by type, because any module may have a
+    child named ``module``.
+    """
     import torch
 
-    # of a compiled module; it is there only if something was compiled
+    # class of compiled modules; it exists only if something was compiled
     compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
     engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", ())
     if isinstance(module, (torch.nn.parallel.DistributedDataParallel, engine)):
@@ -242,7 +246,9 @@ def _parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
 
 
 def _is_tensor(name: str, value: Any) -> bool:
-    """Whether an entry of a state dict is a tensor of the model; a module's extra state is its own business, and each rank's."""
+    """Whether an entry of a state dict is a tensor of the model. The extra state of a module is not, because each module and rank may
+    define its own.
+    """
     import torch
 
     return isinstance(value, torch.Tensor) and name.rpartition(".")[2] != "_extra_state"

@@ -1,7 +1,7 @@
-"""Training state of a rank: tensors with their boxes, and one blob of everything else; the same for every trainer.
+"""Training state of a rank: tensors with their boxes, and one blob with everything else. It has the same form for every trainer.
 
-Tensors are stored by the boxes that ranks hold, so any other number of ranks can restore them. All other state is plain data of each rank:
-it is stored as the bytes of a tensor that no other rank holds.
+Tensors are stored by the boxes that ranks hold, so any other number of ranks can restore them. All other state of a rank is plain data,
+which is stored as the bytes of a tensor that no other rank holds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RankValues:
     Attributes:
         trainer: values of the model and optimizer, such as parameter groups, in the form in which they are restored.
         state: values that the caller has named, the same on all ranks.
-        rank_state: values that the caller has named, of this rank alone.
+        rank_state: values that the caller has named, for this rank only.
     """
 
     trainer: Mapping[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class TrainingTensors:
 
     Attributes:
         layout: the shards as one stream, by the names in the trainer's own checkpoints.
-        tensors: one tensor for each placement, with the extent of its box, in its own dtype, on any device.
+        tensors: one tensor for each placement, with the shape of its box, in its own dtype, on any device.
         values: see `RankValues.trainer`.
         space: `TensorSpace.MEGATRON` if shards themselves mark replicas, `TensorSpace.HUGGING_FACE` if shards with equal boxes are
             replicas.
@@ -73,7 +73,7 @@ class TrainingState:
 
     @staticmethod
     def of(held: TrainingTensors, values: RankValues, rank: int) -> TrainingState:
-        """The state of a rank.
+        """Return the state of a rank.
 
         Args:
             held: tensors of the rank. Their ``values`` are those of the trainer.
@@ -81,7 +81,7 @@ class TrainingState:
             rank: number of the rank.
 
         Raises:
-            InvalidArgument: values are not plain; names the entry.
+            InvalidArgument: values are not plain (names the entry).
         """
         blob = blobs.encode(
             {
@@ -106,7 +106,7 @@ class StoredState:
     Attributes:
         name: name of the version, for errors.
         tensors: all tensors except the blobs, by name.
-        values: `TrainingTensors.values` of this rank; of rank 0 if another number of ranks pushed the state.
+        values: `TrainingTensors.values` of this rank; those of rank 0 if a different number of ranks pushed the state.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Filling:
 
     Attributes:
         layout: the shards to read, as one stream.
-        tensors: one tensor for each placement, with the extent of its box and in the stored dtype, on any device.
+        tensors: one tensor for each placement, with the shape of its box and in the stored dtype, on any device.
         finish: called when the tensors have been filled; puts tensors and values into the model and the optimizers.
         undo: called if the tensors could not be filled; removes tensors that were made for the restore, so that no step uses them as state.
     """
@@ -132,28 +132,28 @@ class Filling:
 
 
 Fit: TypeAlias = Callable[[StoredState], Filling]
-"""Function that fits a rank to a stored training state, without a change yet. Raises LayoutError, which names the mismatches."""
+"""Function that fits a rank to a stored training state. It does not change the rank. Raises LayoutError, which names the mismatches."""
 
 
 def blob_name(rank: int) -> str:
-    """Name of the tensor that holds a rank's blob."""
+    """Return the name of the tensor that contains a rank's blob."""
     return f"{_BLOB}{rank:05d}"
 
 
 def without_blobs(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The tensors of a stored training state without the blobs."""
+    """Return the tensors of a stored training state without the blobs."""
     return {name: spec for name, spec in tensors.items() if not name.startswith(_BLOB)}
 
 
 def read_blob(blob: torch.Tensor, name: str) -> RankValues:
-    """The values of a stored blob.
+    """Return the values of a stored blob.
 
     Args:
         blob: a uint8 tensor of one axis in host memory.
         name: name of the blob, for errors.
 
     Raises:
-        DataLoss: the tensor is not the blob of a training state, or has a later format.
+        DataLoss: the tensor is not the blob of a training state, or has a newer format.
     """
     found = blobs.decode(blob, name)
     if found.get("format") != _FORMAT:

@@ -1,9 +1,9 @@
 """State of DeepSpeed's ZeRO optimizers by the names of parameters, and back: stages 1, 2 and 3.
 
-A rank's optimizer is a torch optimizer of flat tensors, in which ranges of parameters lie one behind the other. What it keeps of their elements, and
-the flat tensors themselves, where these are float32 copies of the parameters, are boxes of whole tensors, which fill any number of ranks. Names are as
-in `torch_optimizers`; the copies are ``state.<parameter>.fp32_param``. Source of the conventions: ``deepspeed.runtime.zero.stage3`` and
-``stage_1_and_2`` of DeepSpeed 0.19.
+A rank's optimizer is a torch optimizer of flat tensors, in which ranges of parameters follow each other. The optimizer's state for these
+elements, and the flat tensors themselves if they are float32 copies of the parameters, are stored as boxes of whole tensors, so that any
+number of ranks can restore them. Names are as in `torch_optimizers`; the copies are ``state.<parameter>.fp32_param``. Source of the
+conventions: ``deepspeed.runtime.zero.stage3`` and ``stage_1_and_2`` of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Range:
     """Elements of a parameter in a flat tensor.
 
     Attributes:
-        name: the parameter's.
-        shape: its whole shape.
-        first: the first of its elements, in row-major order. Elements behind its last one are padding.
-        at: where that lies in the flat tensor.
-        size: how many there are.
+        name: name of the parameter.
+        shape: shape of the whole parameter.
+        first: index of the range's first element in the parameter, in row-major order. Elements after the parameter's last one are padding.
+        at: index of the range's first element in the flat tensor.
+        size: number of elements.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Range:
     size: int
 
     def boxes(self, flat: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-        """The boxes of the parameter that they are, and for each a tensor of its extent that aliases a flat one."""
+        """Return the boxes of the parameter that form the range, each with a tensor of its shape that aliases ``flat``."""
         held = flat.detach()[self.at : self.at + self.size]
         return [
             (part.box, part.of(held))
@@ -67,13 +67,13 @@ class Range:
 
 @dataclass(frozen=True)
 class Flat:
-    """A flat tensor that the torch optimizer steps.
+    """A flat tensor that the torch optimizer updates.
 
     Attributes:
         tensor: the tensor.
         group: number of its parameter group.
-        ranges: what lies in it.
-        copied: whether it is a copy of the parameters, and not these themselves.
+        ranges: the ranges of parameters in the flat tensor.
+        copied: whether the flat tensor is a copy of the parameters and not the parameters themselves.
     """
 
     tensor: torch.Tensor
@@ -90,8 +90,8 @@ class ZeroOptimizer:
         names: the module's names of its parameters.
 
     Raises:
-        InvalidArgument: it is of a kind that is not supported, or keeps its state on NVMe.
-        LayoutError: it has other parameters than the module.
+        InvalidArgument: the kind of optimizer is not supported, or it keeps its state on NVMe.
+        LayoutError: the optimizer has other parameters than the module.
     """
 
     def __init__(self, optimizer: Any, names: Mapping[torch.Tensor, str]) -> None:
@@ -118,7 +118,9 @@ class ZeroOptimizer:
             ) from None
 
     def take_into(self, boxed: BoxedTensors, prefix: str) -> None:
-        """Add what this rank holds of all tensors of its state, by names after a prefix, and what cannot be kept."""
+        """Add the parts that this rank holds of all tensors of the state, with a prefix to their names, and problems for those that cannot
+        be stored.
+        """
         import torch
 
         for flat in self._flats:
@@ -139,7 +141,7 @@ class ZeroOptimizer:
                         boxed.add(TensorSpec(name, dtype, ()), [(Box((), ()), value)])
 
     def values(self) -> dict[str, Any]:
-        """The optimizer's state other than tensors: numbers by parameter, the parameter groups, and numbers of the loss scaler."""
+        """Return the optimizer's state other than tensors: numbers by parameter, the parameter groups, and numbers of the loss scaler."""
         import torch
 
         numbers = {
@@ -195,7 +197,7 @@ class ZeroOptimizer:
         return fit
 
     def give(self, scale: Mapping[str, Any]) -> None:
-        """Set the numbers of the loss scaler, and make DeepSpeed recompute what it derives from parameters and state."""
+        """Set the numbers of the loss scaler, and make DeepSpeed recompute the values that it derives from parameters and state."""
         scaler = self._scaler()
         # only the attributes that `values` returns, because the blob's writer chose the names
         for key in _numbers(scaler).keys() & scale.keys():
@@ -207,12 +209,12 @@ class ZeroOptimizer:
             self._optimizer._lazy_init_hp_params_optimizer_state()
 
     def _state(self, flat: Flat) -> Mapping[str, Any]:
-        # by get: asking a defaultdict makes an entry
+        # uses get, because indexing a defaultdict creates an entry
         found: Mapping[str, Any] = self._inner.state.get(flat.tensor, {})
         return found
 
     def _members(self) -> list[list[str]]:
-        """Names of the parameters of each group, of which this rank may hold no element."""
+        """Return the names of the parameters of each group. This rank need not hold elements of them."""
         return [
             [each.name for flat in self._flats if flat.group == number for each in flat.ranges]
             for number in range(len(self._inner.param_groups))
@@ -238,7 +240,7 @@ class _ZeroFit(OptimizerFit):
 def _fitted(
     fit: OptimizerFit, flat: Flat, there: Mapping[str, Any], stored: Mapping[str, Mapping[str, TensorSpec]]
 ) -> dict[tuple[str, ...], Any]:
-    """Fit a flat tensor and the state that is there of it to what is stored, by parameter and key; gives the state that it gets."""
+    """Fit a flat tensor and its existing state to the stored tensors, by parameter and key. Return the state that it gets."""
     made: dict[tuple[str, ...], Any] = {}
     found = {each.name: stored[each.name] for each in flat.ranges}
     keys = dict.fromkeys(key for specs in found.values() for key in specs)
@@ -275,7 +277,7 @@ def _fitted(
 
 
 def is_zero(optimizer: object) -> bool:
-    """Whether this is an optimizer of DeepSpeed's own."""
+    """Whether this is one of DeepSpeed's own optimizers."""
     api = sys.modules.get("deepspeed.runtime.base_optimizer")
     return api is not None and isinstance(optimizer, api.DeepSpeedOptimizer)
 
@@ -313,7 +315,7 @@ def _stages_1_and_2(optimizer: Any, names: Mapping[torch.Tensor, str]) -> Iterat
 
 
 def _target(flat: torch.Tensor, there: Any, spec: TensorSpec, *, scalar: bool) -> torch.Tensor:
-    """The tensor that takes a stored one: what is there if it is alike, or else a new one, zero where there is padding."""
+    """Return the tensor to fill with a stored one: the existing one if it has the same form, otherwise a new one with zeros as padding."""
     import torch
 
     dtype, shape = spec.dtype.torch, () if scalar else tuple(flat.shape)

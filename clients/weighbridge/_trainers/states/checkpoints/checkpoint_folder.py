@@ -1,6 +1,6 @@
-"""Checkpoint on disk with the state of its optimizer, as the training state of one rank that holds all of it.
+"""Checkpoint on disk with the state of its optimizer, read as the training state of one rank that holds all of it.
 
-Its tensors keep the names that they have there, but for the prefixes of Megatron's chained optimizers, and are read from where they lie.
+Its tensors keep their names, except for the prefixes of Megatron's chained optimizers, and are read directly from the checkpoint's files.
 """
 
 from __future__ import annotations
@@ -44,20 +44,21 @@ from weighbridge._trainers.torch_dist.rank_files import has_rank_files, read_ran
 from weighbridge.errors import LayoutError
 
 MAX_VALUES_BYTES = 1 << 30
-"""Most bytes of what is no tensor; they are in memory while the checkpoint is pushed."""
+"""Maximum number of bytes of the entries that are not tensors. They are in memory while the checkpoint is pushed."""
 _CHAINED = re.compile(r"^chained_\d+\.(?=optimizer\.)")
 
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A checkpoint that is whole.
+    """A complete checkpoint.
 
     Attributes:
-        format: ``torch_dist`` of Megatron-core, ``dcp`` of torch, ``rank_files`` of FSDP2 by a file of each rank.
-        layout: its tensors' chunks, and the blob of what is none, as one stream.
-        space: to which the names belong.
-        open_source: gives the bytes of some of the shards.
-        step: that it says itself or that its folder is named by; None if neither does. verl's is in the name of the folder above.
+        format: ``torch_dist`` for Megatron-core, ``dcp`` for torch, ``rank_files`` for FSDP2 with a file for each rank.
+        layout: the chunks of the tensors, and the blob with all other values, as one stream.
+        space: tensor space of the names.
+        open_source: opens the bytes of some of the shards.
+        step: step in the checkpoint or in the name of its folder; None if neither contains one. For verl it is in the name of the parent
+            folder.
     """
 
     format: CheckpointFormat | Literal["rank_files"]
@@ -68,14 +69,14 @@ class CheckpointFolder:
 
     @staticmethod
     def read(folder: Path) -> CheckpointFolder:
-        """Find out what is in a checkpoint. Of tensors nothing is read, and nothing of it is run.
+        """Read a checkpoint without the data of its tensors, and without executing code from it.
 
         Raises:
-            NotFound: there is none, or a file of it is missing.
-            DataLoss: it is damaged or cut short.
-            InvalidArgument: a tensor has a dtype or name that is not supported, what is no tensor is larger than `MAX_VALUES_BYTES`, or
-                nothing can be restored from it, as its optimizer is in a form that no rank takes, or alone.
-            LayoutError: a part of a tensor is missing, or there twice; names each tensor.
+            NotFound: the folder has no checkpoint, or a file of it is missing.
+            DataLoss: the checkpoint is damaged or cut short.
+            InvalidArgument: a tensor has an unsupported dtype or name, the other values are larger than `MAX_VALUES_BYTES`, or nothing can
+                be restored from the checkpoint, because its optimizer is in an unsupported form or is stored without a model.
+            LayoutError: a part of a tensor is missing or occurs twice (names each tensor).
         """
         if has_rank_files(folder):
             return _of_ranks(folder)
@@ -105,7 +106,7 @@ def _pushed(
     values: RankValues,
     step: int | None,
 ) -> CheckpointFolder:
-    """The tensors in files, with these values, as the push of a single rank that holds all of them."""
+    """Return the tensors in files, with these values, as the push of a single rank that holds all of them."""
     stream = Layout.stream(layout.tensors.values(), [place.shard for place in layout.placements])
     own = RankValues(state=values.state)
     state = TrainingState.of(TrainingTensors(stream, (), values.trainer, space), own, 0)
@@ -116,7 +117,7 @@ def _pushed(
 
 
 def _of_ranks(folder: Path) -> CheckpointFolder:
-    """A checkpoint of FSDP2 with separate files of each rank, with module and optimizer under the names that torch's trainers use."""
+    """Read an FSDP2 checkpoint with separate files for each rank, with module and optimizer under the names that torch's trainers use."""
     parameters, tied = sharded_parameters(folder)
     model = read_rank_files(folder).layout
     optimizer = read_optimizer(folder, parameters)
@@ -144,12 +145,14 @@ def _of_ranks(folder: Path) -> CheckpointFolder:
 
 
 def _prefixed(layout: Layout, prefix: str) -> Layout:
-    """A layout whose tensors have this before their names, and no wrappers' names in them."""
+    """Return a layout whose tensors' names have this prefix, and no names of wrappers."""
     return layout.renamed({name: prefix + unwrapped_name(name) for name in layout.tensors})
 
 
 def _named(found: TorchDistCheckpoint) -> TorchDistCheckpoint:
-    """A checkpoint without the prefixes of chained optimizers. Raises LayoutError if two tensors would have one name, or one that of a blob."""
+    """Return a checkpoint without the prefixes of chained optimizers. Raises LayoutError if two tensors would have the same name, or a
+    tensor would have the name of a blob.
+    """
     taken = found.layout.tensors.keys() - without_blobs(found.layout.tensors).keys()
     if taken:
         raise LayoutError(
@@ -167,7 +170,7 @@ def _named(found: TorchDistCheckpoint) -> TorchDistCheckpoint:
 
 
 def _renamed(found: TorchDistCheckpoint, entries: TorchEntries) -> TorchDistCheckpoint:
-    """A checkpoint whose parameters have no wrappers' names."""
+    """Return a checkpoint whose parameters do not have names of wrappers."""
     return replace(
         found,
         layout=found.layout.renamed({name: entries.names[name] for name in found.layout.tensors}),

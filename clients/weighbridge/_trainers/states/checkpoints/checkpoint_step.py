@@ -1,8 +1,8 @@
-"""Step that a folder of weights is of: as its content says or, without that, as its name does.
+"""Training step of a folder of weights: the step in its content, otherwise the step in its name.
 
-Trainers write it down in different places: torch's in an entry or a scalar tensor of the checkpoint (torchtitan: ``train_state.step``), Megatron-LM
-in the common state, transformers' Trainer in ``trainer_state.json``. Folders are named ``iter_0000100``, ``global_step_100/actor``,
-``checkpoint-100``, ``step-100``.
+Trainers store it in different places: torch-based trainers in an entry or a scalar tensor of the checkpoint (torchtitan:
+``train_state.step``), Megatron-LM in the common state, transformers' Trainer in ``trainer_state.json``. Folders are named ``iter_0000100``,
+``global_step_100/actor``, ``checkpoint-100``, ``step-100``.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ from weighbridge.errors import DataLoss, InvalidArgument, WeighbridgeError
 _STEP = r"(?:global_?step|train_?step|steps?|iter|iteration|checkpoint|ckpt)[-_=]?(\d{1,15})"
 _OWN = re.compile(rf"(?:.*[^a-z0-9])?{_STEP}", re.IGNORECASE)
 _ABOVE = re.compile(_STEP, re.IGNORECASE)
-"""Of the folder above, all of the name: it may be of something else."""
+"""Pattern for the whole name of the parent folder, because that folder may belong to something else."""
 _ENTRY = re.compile(
     r"(?:(?:train_state|trainer_state|trainer|state|meta|extra)[./])?(?:global_steps?|step|iteration)"
 )
-"""Names of entries that are the trainer's step; those of optimizers and schedulers are other counts."""
+"""Names of entries that contain the trainer's step. The step entries of optimizers and schedulers are other counts."""
 _TRAINER_STATE = "trainer_state.json"
 _MOST_BYTES = 64 << 20
-"""Most bytes of a file that is read for the step; the history of losses is in the same one."""
+"""Maximum size of a file that is read for the step. The same file contains the history of losses."""
 _MOST_STEP = 1 << 53
 
 
 def step_of_folder(folder: Path, checkpoint: TorchDistCheckpoint | None = None) -> int | None:
-    """The step that a folder is of; None if neither its content nor its name says one.
+    """Return the step of a folder; None if neither its content nor its name contains one.
 
     Args:
-        folder: of a model in Hugging Face's format, or a checkpoint.
-        checkpoint: what lies in it, if it is one of Megatron-core or torch.
+        folder: folder of a model in Hugging Face's format, or a checkpoint.
+        checkpoint: content of the folder, if it is a checkpoint of Megatron-core or torch.
 
     Raises:
-        DataLoss: what an export has noted is no step.
+        DataLoss: the step that an export has recorded is invalid.
     """
     said = _in_trainer_state(folder) if checkpoint is None else _in_checkpoint(folder, checkpoint)
     return step_named(folder) if said is None else said
 
 
 def step_named(folder: Path) -> int | None:
-    """The step in the name of a folder, or of the one above it, in which each role or part of a model has a folder."""
+    """Return the step in the name of a folder or of its parent folder, which may contain a folder for each role or part of a model."""
     path = folder.resolve()
     found = _OWN.fullmatch(path.name) or _ABOVE.fullmatch(path.parent.name)
     return None if found is None else int(found[1])
 
 
 def known_step(step: int | None, folder: str | Path) -> int:
-    """The step of a checkpoint, if there is one. Raises InvalidArgument if not: training goes on from the step of a checkpoint."""
+    """Return the step of a checkpoint. Raises InvalidArgument if it is None, because training resumes from the step of a checkpoint."""
     if step is None:
         raise InvalidArgument(
             f"neither the checkpoint nor the name of its folder, {folder}, says which step it is of",
@@ -87,7 +87,7 @@ def _in_checkpoint(folder: Path, checkpoint: TorchDistCheckpoint) -> int | None:
 
 
 def _candidates(folder: Path, checkpoint: TorchDistCheckpoint) -> Iterator[int | None]:
-    """The steps that entries, scalar tensors and the common state name, shortest name first. What cannot be read says nothing."""
+    """Yield the steps in entries, scalar tensors and the common state, shortest name first. Values that cannot be read are ignored."""
     for name in _by_length(checkpoint.others):
         with contextlib.suppress(WeighbridgeError):
             [content] = read_objects(folder, {name: checkpoint.others[name]}, _MOST_BYTES).values()
@@ -111,7 +111,7 @@ def _content(folder: Path, place: Placement) -> bytes:
 
 
 def _as_step(value: Any) -> int | None:
-    """A value as a step, also one that is a tensor or has one in it; None if it is none."""
+    """Return a value as a step, even if it is or contains a tensor; None if it is not a step."""
     if isinstance(value, Mapping):
         value = next((value[key] for key in ("step", "global_step", "iteration") if key in value), None)
     item = getattr(value, "item", None)

@@ -1,8 +1,8 @@
 """Values of a training state other than its tensors, in the form of checkpoints on disk; and values of a checkpoint in the form of a
 training state.
 
-An imported checkpoint is kept unchanged: its entries that are not tensors stay bytes, under ``trainer.checkpoint`` of the only blob. Only a
-rank that is restored opens them, with ``weights_only``. An export writes the same bytes.
+An imported checkpoint is stored unchanged: its entries that are not tensors are stored as bytes, under ``trainer.checkpoint`` of the only
+blob. Only a rank that is restored loads them, with ``weights_only``. An export writes the same bytes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ CheckpointFormat = Literal["torch_dist", "dcp"]
 _CHECKPOINT = "checkpoint"
 _RANK_STATE = "rank_state"
 _OWN = re.compile(rf"{_RANK_STATE}/shard_(\d{{1,9}})_(\d{{1,9}})")
-"""Name of an entry of Megatron-core's checkpoints with the values of one rank: its number, and the number of ranks."""
+"""Name of an entry of Megatron-core's checkpoints with the values of one rank. It contains the rank and the number of ranks."""
 STEP_ENTRY = "weighbridge.step"
-"""Name of the entry of torch's checkpoints with the trainer's step, for which the format itself has no place."""
+"""Name of the entry of torch's checkpoints with the trainer's step. The format itself does not have a field for it."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class CheckpointValues:
         format: ``torch_dist`` of Megatron-core, ``dcp`` of torch.
         objects: content of the entries that are not tensors.
         paths: path of each entry in the nested state dict.
-        common: content of ``common.pt``; None if there is none.
-        aliases: further names of tensors, each with the name under which the tensor is kept.
+        common: content of ``common.pt``; None if the checkpoint does not have one.
+        aliases: other names of tensors, each with the name under which the tensor is stored.
     """
 
     format: CheckpointFormat
@@ -52,7 +52,7 @@ class CheckpointValues:
 
     @staticmethod
     def of(ranks: Sequence[RankValues], tensors: Iterable[str], step: int) -> CheckpointValues:
-        """The values of a training state, in the format of its trainer's own checkpoints.
+        """Return the values of a training state, in the format of its trainer's own checkpoints.
 
         Args:
             ranks: values of all ranks that have pushed the training state, in order.
@@ -60,8 +60,8 @@ class CheckpointValues:
             step: the trainer's step.
 
         Raises:
-            InvalidArgument: values have names that mean something else in a checkpoint.
-            DataLoss: the trainer of the values is unknown, or the kept values of a checkpoint are malformed.
+            InvalidArgument: names of values have another meaning in a checkpoint.
+            DataLoss: the trainer of the values is unknown, or the stored values of a checkpoint are malformed.
         """
         first, names = ranks[0], list(tensors)
         if _CHECKPOINT in first.trainer:
@@ -79,7 +79,7 @@ class CheckpointValues:
         return replace(self, objects={**self.objects, STEP_ENTRY: saved(step)})
 
     def kept(self) -> RankValues:
-        """The values in the form in which a training state keeps them, as those of one rank."""
+        """Return the values in the form in which a training state stores them, as those of one rank."""
         objects = {name: _tensor(content) for name, content in self.objects.items()}
         common = None if self.common is None else _tensor(self.common)
         checkpoint = {"format": self.format, "objects": objects, "paths": dict(self.paths), "common": common}
@@ -110,7 +110,7 @@ def _of_torch(ranks: Sequence[RankValues], tensors: Sequence[str]) -> Checkpoint
 
 
 def _read(checkpoint: Any, name: str) -> CheckpointValues:
-    """Read values that `CheckpointValues.kept` has kept in the training state of this name. Raises DataLoss if they are malformed."""
+    """Read values that `CheckpointValues.kept` has put into the training state of this name. Raises DataLoss if they are malformed."""
     where = f"{_CHECKPOINT} of {name}"
     found = blobs.by_name(checkpoint, where)
     objects = {
@@ -131,14 +131,14 @@ def _read(checkpoint: Any, name: str) -> CheckpointValues:
 
 
 def checkpoint_ranks(values: RankValues, name: str) -> int | None:
-    """Number of ranks whose own values are in an imported checkpoint; None if the values do not come from one.
+    """Return the number of ranks whose own values are in an imported checkpoint; None if the values do not come from one.
 
     Args:
         values: values of a rank.
         name: name of the version, for errors.
 
     Raises:
-        DataLoss: the kept values of the checkpoint are malformed.
+        DataLoss: the stored values of the checkpoint are malformed.
     """
     if _CHECKPOINT not in values.trainer:
         return None
@@ -149,15 +149,16 @@ def checkpoint_ranks(values: RankValues, name: str) -> int | None:
 
 
 def opened(values: RankValues, name: str, own: int | None = None) -> RankValues:
-    """The values of a rank as its trainer wants them back: those of a checkpoint that was taken in are opened now, each when it is asked for.
+    """Return the values of a rank in the form that its trainer restores. Values of an imported checkpoint are loaded when they are
+    accessed.
 
     Args:
-        values: of a rank.
-        name: of the version, for errors.
-        own: the rank whose own values are wanted of a checkpoint that was taken in, which has them of all; None for none.
+        values: values of a rank.
+        name: name of the version, for errors.
+        own: the rank whose own values are needed from an imported checkpoint, which contains those of all ranks; None for none.
 
     Raises:
-        DataLoss: they are not what Megatron or torch writes.
+        DataLoss: the values do not have the form that Megatron or torch writes.
     """
     if _CHECKPOINT not in values.trainer:
         return values
@@ -199,7 +200,7 @@ def opened(values: RankValues, name: str, own: int | None = None) -> RankValues:
 
 
 def _common_of(found: CheckpointValues, name: str) -> dict[str, Any]:
-    """The common state; empty if there is none."""
+    """Return the common state; empty if the checkpoint does not have one."""
     content = found.objects.get(COMMON_ENTRY) if found.common is None else found.common
     common = {} if content is None else _loaded(content, f"the common state of {name}")
     if isinstance(common, list) and len(common) == 1:  # as objects are
@@ -210,7 +211,7 @@ def _common_of(found: CheckpointValues, name: str) -> dict[str, Any]:
 
 
 class _Opened(Mapping[str, Any]):
-    """Values that are opened when they are asked for."""
+    """Values that are loaded when they are accessed."""
 
     def __init__(self, names: Iterable[str], opened: Callable[[str], Any]) -> None:
         self._names = dict.fromkeys(names)

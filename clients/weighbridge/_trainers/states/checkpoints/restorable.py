@@ -1,8 +1,9 @@
-"""Checkpoints that a training state can be restored from, by the names of their entries; refused otherwise when they are taken in, and not after a crash.
+"""Checks that a training state can be restored from a checkpoint, by the names of its entries. Other checkpoints are refused at the import,
+and not only after a crash.
 
-A restore finds the module under ``model`` and its optimizer under ``optimizer``, by the names of parameters, as
-``torch.distributed.checkpoint.state_dict`` gives them; Megatron-core's optimizers by the keys of the model, as ``fully_reshardable`` and its plain
-optimizers write them.
+A restore finds the module under ``model`` and its optimizer under ``optimizer``, by the parameter names of
+``torch.distributed.checkpoint.state_dict``. It finds Megatron-core's optimizers by the keys of the model, as ``fully_reshardable`` and
+plain optimizers write them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ T = TypeVar("T")
 
 _MODEL, _STATE, _GROUPS = f"{MODEL}.", f"{OPTIMIZER}.state.", f"{OPTIMIZER}.param_groups."
 _BY_BUFFERS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
-"""Keys of Megatron's distributed optimizer that are of its buffers, and not of parameters: of every form but ``fully_reshardable``."""
+"""Keys of Megatron's distributed optimizer that refer to its buffers instead of parameters. All forms except ``fully_reshardable`` have
+such keys.
+"""
 _NO_WEIGHTS = re.compile(
     r"(?:chained_\d+\.)?(?:optimizer|opt_param_scheduler|rng_state|rerun_state_machine|common_state)\b"
 )
@@ -33,13 +36,13 @@ _SAVE_BOTH = (
 
 
 def check_megatron(names: Collection[str]) -> None:
-    """Refuse a checkpoint of Megatron-core from which no rank could be filled.
+    """Refuse a Megatron-core checkpoint from which a rank could not be restored.
 
     Args:
-        names: of all of its entries.
+        names: names of all entries.
 
     Raises:
-        InvalidArgument: its distributed optimizer is kept by buffers, or it has no model.
+        InvalidArgument: the distributed optimizer is stored by buffers, or the checkpoint does not contain a model.
     """
     buffers = [name for name in names if _BY_BUFFERS.match(name)]
     if buffers:
@@ -86,7 +89,7 @@ class TorchEntries:
             paths: path of each entry in the nested state dict.
 
         Raises:
-            LayoutError: two entries would have one name without the parts that wrappers add.
+            LayoutError: two entries would have the same name without the parts that wrappers add.
         """
         tensors, others = tuple(tensors), tuple(others)
         given = [name.removeprefix(_MODEL) for name in (*tensors, *others) if name.startswith(_MODEL)]
@@ -115,7 +118,7 @@ class TorchEntries:
             members: values of the entries in `members`, which are lists of names.
 
         Raises:
-            InvalidArgument: the checkpoint has no module, or its optimizer does not name its parameters.
+            InvalidArgument: the checkpoint does not contain a module, or its optimizer does not name its parameters.
         """
         if not self.parameters:
             raise InvalidArgument(
@@ -184,7 +187,7 @@ class TorchEntries:
 
 
 def _renamed(name: str, own: Mapping[str, str]) -> str:
-    """An entry's name with that of its parameter as the module has it."""
+    """Return an entry's name with its parameter's name as in the module."""
     for prefix in (_MODEL, _STATE, _GROUPS):
         given = _parameter(name, prefix, own)
         if given is not None:
@@ -193,5 +196,5 @@ def _renamed(name: str, own: Mapping[str, str]) -> str:
 
 
 def _parameter(name: str, prefix: str, parameters: Collection[str]) -> str | None:
-    """The parameter whose name stands behind a prefix in an entry's name; None if there is none."""
+    """Return the parameter whose name follows a prefix in an entry's name; None if no name does."""
     return parameter_in(name.removeprefix(prefix), parameters) if name.startswith(prefix) else None
