@@ -1,4 +1,4 @@
-"""Archives that ``torch.save`` writes: ZIP files, all of whose records are stored without compression, alone or inside a larger file.
+"""Archives that ``torch.save`` writes: ZIP files with uncompressed records. An archive is a file or a part of a larger file.
 
 Sources: torch/serialization.py and caffe2/serialize/inline_container.cc of torch 2.13; APPNOTE.TXT of PKWARE for ZIP, ZIP64 in its section
 4.3.14.
@@ -20,16 +20,16 @@ FULL = 0xFFFFFFFF
 
 
 class Archive:
-    """A file of ``torch.save`` inside an open file.
+    """An archive of ``torch.save`` inside an open file.
 
     Args:
         fd: the open file.
         offset: first byte of the archive in the file.
-        length: its bytes; the caller has seen that the file is long enough.
-        max_directory: most bytes that its directory may have.
+        length: number of bytes of the archive; the caller has checked that the file is long enough.
+        max_directory: maximum number of bytes of the archive's directory.
 
     Raises:
-        DataLoss: it is no such archive.
+        DataLoss: the bytes are not such an archive.
     """
 
     def __init__(self, fd: int, offset: int, length: int, max_directory: int) -> None:
@@ -41,10 +41,10 @@ class Archive:
         self._prefix = first[: first.find(b"/") + 1]
 
     def pickle(self, most: int) -> bytes:
-        """The pickle of what was saved. Tensors in it refer to storages, whose bytes are in little-endian order.
+        """Return the pickle of the saved value. Tensors in it refer to storages, whose bytes are in little-endian order.
 
         Raises:
-            DataLoss: it has more than so many bytes, or the byte order is another one.
+            DataLoss: the pickle has more than ``most`` bytes, or the byte order is not little-endian.
         """
         begin, end = self.record(b"data.pkl")
         if end - begin > most:
@@ -56,7 +56,7 @@ class Archive:
         return self.read(begin, end)
 
     def record(self, name: bytes) -> tuple[int, int]:
-        """Begin and end of a record's content in the archive. Raises DataLoss if there is none, or if it is compressed."""
+        """Return begin and end of a record's content in the archive. Raises DataLoss if the record does not exist or is compressed."""
         name = self._prefix + name
         if name not in self._records:
             raise DataLoss(f"its archive has no record {name[:80]!r}")
@@ -71,7 +71,7 @@ class Archive:
         return begin, begin + size
 
     def read(self, begin: int, end: int) -> bytes:
-        """Bytes ``begin`` to ``end``."""
+        """Read the bytes ``begin`` to ``end``."""
         if not 0 <= begin <= end <= self.length:
             raise DataLoss(f"its archive refers to the bytes {begin} to {end} of {self.length}")
         data = os.pread(self._fd, end - begin, self._offset + begin)
@@ -81,7 +81,7 @@ class Archive:
 
 
 def _read_directory(archive: Archive, most: int) -> dict[bytes, tuple[int, int, int, int]]:
-    """The records of an archive: name to (compression method, stored size, local header, end of all records)."""
+    """Return the records of an archive: name to (compression method, stored size, local header, end of all records)."""
     length = archive.length
     if length < END.size:
         raise DataLoss(f"{length} bytes are too few for an archive of torch.save")
@@ -129,7 +129,7 @@ def _read_directory(archive: Archive, most: int) -> dict[bytes, tuple[int, int, 
 
 
 def _wide_fields(extra: bytes, *narrow: int) -> list[int]:
-    """Fields of a directory entry, those of them that are all ones taken from its ZIP64 extra field."""
+    """Return the fields of a directory entry. Fields whose bits are all ones are replaced by those in its ZIP64 extra field."""
     position = 0
     while position + 4 <= len(extra):
         tag, size = struct.unpack_from("<HH", extra, position)

@@ -1,4 +1,6 @@
-"""Chunks into which the tensors of a checkpoint are cut: each a run of the tensor's bytes, so that one behind the other they are the tensor."""
+"""Chunks into which the tensors of a checkpoint are divided. Each chunk is a run of the tensor's bytes, and all chunks in order form the
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,15 @@ from weighbridge._core.layouts import Shard, TensorSpec
 from weighbridge.errors import InvalidArgument
 
 MAX_CHUNK_BYTES = 64 << 20
-"""Chunks are cut at this size: a rank that loads reads every chunk whole of which it needs a part."""
+"""Maximum size of a chunk. A loading rank reads every chunk of which it needs a part completely."""
 
 
 def chunks_of(spec: TensorSpec, max_bytes: int = MAX_CHUNK_BYTES) -> Iterator[Shard]:
-    """The chunks of a tensor, in row-major order.
+    """Yield the chunks of a tensor, in row-major order.
 
     Args:
         spec: the tensor.
-        max_bytes: how large a chunk may be. One of a single element may be larger.
+        max_bytes: maximum size of a chunk. A chunk of a single element may be larger.
 
     Raises:
         InvalidArgument: ``max_bytes`` is not positive.
@@ -29,7 +31,7 @@ def chunks_of(spec: TensorSpec, max_bytes: int = MAX_CHUNK_BYTES) -> Iterator[Sh
     if not shape or spec.nbytes <= max_bytes:
         yield Shard(spec.name, Box.whole(shape))
         return
-    # the first axis along which single indexes are small enough is cut into runs, those before it into single indexes
+    # the first axis along which single indexes are small enough is divided into runs, earlier axes into single indexes
     sizes = [math.prod(shape[axis + 1 :]) * spec.dtype.itemsize for axis in range(len(shape))]
     cut = next((axis for axis, size in enumerate(sizes) if size <= max_bytes), len(shape) - 1)
     at_once = max(max_bytes // sizes[cut], 1)

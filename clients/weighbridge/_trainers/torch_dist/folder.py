@@ -1,15 +1,15 @@
 """Layout of a torch_dist checkpoint of Megatron-core: of existing folders, and of new ones.
 
-Such a folder is also a checkpoint of ``torch.distributed.checkpoint`` (DCP). It has ``.metadata``, which lists all entries
-and the parts (chunks) in which each tensor is stored; files ``__<rank>_<number>.distcp``, in which chunks lie one behind
-the other, each framed as ``torch.save`` frames a tensor; and what Megatron adds, ``metadata.json`` and ``common.pt``
-(since 0.19 the entry ``common_state/shard_0_1`` instead). Here this becomes a `Layout`: the raw bytes of every chunk are
-dense and row-major at some offset of some file, and a plan between two layouts moves them. No tensor passes through
-torch, and no bytes of a tensor through this module.
+Such a folder is also a checkpoint of ``torch.distributed.checkpoint`` (DCP). It contains ``.metadata``, which lists all entries and the
+parts (chunks) in which each tensor is stored; files ``__<rank>_<number>.distcp``, in which chunks follow each other, each framed as
+``torch.save`` frames a tensor; and Megatron's additions, ``metadata.json`` and ``common.pt`` (since 0.19 the entry
+``common_state/shard_0_1`` instead). This module reads the folder as a `Layout`: the raw bytes of every chunk are dense and row-major at an
+offset of a file, and a plan between two layouts moves them. Tensors do not pass through torch, and their bytes do not pass through this
+module.
 
-- `metadata`: what the files besides ``.distcp`` say.
+- `metadata`: the files other than ``.distcp``.
 - `items`: one framed chunk.
-- `pickles`: how pickles are read without running them.
+- `pickles`: reading pickles without executing them.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from weighbridge._trainers.torch_dist.metadata import (
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 
 DEFAULT_FILE_BYTES = 5_000_000_000
-"""Default size at which files are cut, so that several can be written and read in parallel."""
+"""Default maximum size of a file, so that several files can be written and read in parallel."""
 MAX_METADATA_BYTES = 256 << 20
-"""Largest ``.metadata`` that is read. A file for 50,000 chunks has about ten megabytes."""
+"""Maximum size of a ``.metadata`` that is read. A file for 50,000 chunks has about ten megabytes."""
 
 
 @dataclass(frozen=True)
 class TorchDistCheckpoint:
-    """Content of an existing checkpoint, with its places.
+    """Content of an existing checkpoint, and its places in the files.
 
     Attributes:
-        layout: all tensors, weights as well as optimizer states, and the place of each chunk's bytes. Buffers are named
-            like the files, relative to the folder. Chunks may overlap or leave gaps; a plan detects that.
+        layout: all tensors, weights as well as optimizer states, and the place of each chunk's bytes. Buffers have the names of the files,
+            relative to the folder. Chunks may overlap or leave gaps; a plan detects that.
         others: the entries that are not tensors (``..._extra_state/shard_0_1``, ``rng_state/...``), with their places; None for a place
             that cannot be read.
-        paths: path of each entry in the nested state dict that was saved, if the checkpoint has it.
+        paths: path of each entry in the saved nested state dict, if the checkpoint contains it.
         file_sizes: size in bytes of each file that the layout names.
     """
 
@@ -70,13 +70,13 @@ class TorchDistCheckpoint:
 
 @dataclass(frozen=True)
 class FramedFile:
-    """A file with tensors to be written.
+    """A file with tensors that will be written.
 
     Attributes:
-        name: its name.
-        nbytes: its whole size.
-        framing: ``(offset, bytes)`` of everything in it that is not the raw bytes of a tensor, in order. With the
-            placements of the layout it covers the file.
+        name: name of the file.
+        nbytes: size of the file.
+        framing: ``(offset, bytes)`` of everything in the file other than the raw bytes of tensors, in order. Together with the placements
+            of the layout it covers the file.
     """
 
     name: str
@@ -86,13 +86,13 @@ class FramedFile:
 
 @dataclass(frozen=True)
 class TorchDistFiles:
-    """A checkpoint to be written.
+    """A checkpoint that will be written.
 
     Attributes:
         files: the ``.distcp`` files.
-        layout: where in them the raw bytes of each shard belong. Buffers are named like the files.
-        metadata_files: name and content of the other files. ``.metadata`` is to be written last: a folder that has one
-            is taken for complete.
+        layout: places of the raw bytes of each shard in these files. Buffers have the names of the files.
+        metadata_files: name and content of the other files. ``.metadata`` must be written last, because a folder that contains it counts as
+            complete.
     """
 
     files: tuple[FramedFile, ...]
@@ -106,13 +106,13 @@ class TorchDistFiles:
 
 
 def read_torch_dist(folder: Path) -> TorchDistCheckpoint:
-    """Find all tensors of a checkpoint, trusting nothing in it and reading no weights.
+    """Find all tensors of an untrusted checkpoint without reading weights.
 
     Raises:
-        NotFound: no such folder, no ``.metadata`` in it, or a file that it names is missing.
-        DataLoss: ``.metadata`` is damaged, names something that could run code, or contradicts itself; a chunk is not the
-            dense row-major tensor that it says, is compressed or cut short.
-        InvalidArgument: a tensor has a dtype, a name or a number of axes that no model here has.
+        NotFound: the folder or its ``.metadata`` does not exist, or a file that ``.metadata`` names is missing.
+        DataLoss: ``.metadata`` is damaged, names something that could execute code, or contradicts itself; or a chunk is not the dense
+            row-major tensor that ``.metadata`` describes, is compressed or is cut short.
+        InvalidArgument: a tensor has an unsupported dtype, name or number of axes.
     """
     if not folder.is_dir():
         raise NotFound(f"there is no folder {folder}")
@@ -127,16 +127,16 @@ def read_torch_dist(folder: Path) -> TorchDistCheckpoint:
 
 
 def read_objects(folder: Path, items: Mapping[str, Item | None], most: int) -> dict[str, bytes]:
-    """The content of entries that are not tensors, as it lies in the files.
+    """Return the content of entries that are not tensors, as it is in the files.
 
     Args:
         folder: the checkpoint.
         items: `TorchDistCheckpoint.others`.
-        most: how many bytes may be read.
+        most: maximum number of bytes to read.
 
     Raises:
-        InvalidArgument: they are more.
-        DataLoss: a file of them is cut short, or the checkpoint does not say where one lies.
+        InvalidArgument: the content has more bytes.
+        DataLoss: a file is cut short, or the checkpoint does not contain the place of an entry.
         NotFound: a file is missing.
     """
     nbytes = sum(item.length for item in items.values() if item is not None)
@@ -160,11 +160,11 @@ def read_objects(folder: Path, items: Mapping[str, Item | None], most: int) -> d
 
 
 def read_common(folder: Path, most: int) -> bytes | None:
-    """The content of ``common.pt``; None if there is none.
+    """Return the content of ``common.pt``; None if the file does not exist.
 
     Raises:
-        InvalidArgument: it has more than ``most`` bytes.
-        DataLoss: it is no plain file.
+        InvalidArgument: the file has more than ``most`` bytes.
+        DataLoss: ``common.pt`` is not a regular file.
     """
     try:
         with open_file(folder, COMMON_FILE) as (fd, size), open(fd, "rb", closefd=False) as file:
@@ -176,7 +176,7 @@ def read_common(folder: Path, most: int) -> bytes | None:
 
 
 def iterations_in(folder: Path) -> list[str]:
-    """Names of the newest sub-folders that hold a checkpoint: training loops write one for each iteration."""
+    """Return the names of the newest subfolders that contain a checkpoint. Training loops write one for each iteration."""
     return sorted(path.parent.name for path in folder.glob(f"*/{METADATA_FILE}"))[-3:]
 
 
@@ -202,12 +202,12 @@ def _read_metadata(folder: Path) -> bytes:
 
 @contextmanager
 def open_file(folder: Path, name: str) -> Iterator[tuple[int, int]]:
-    """Descriptor and size of one file of a folder.
+    """Open a file of a folder, and yield its descriptor and size.
 
     Raises:
-        NotFound: there is no such file.
-        DataLoss: it is not a plain file.
-        InvalidArgument: it is a link out of the folder.
+        NotFound: the file does not exist.
+        DataLoss: the path is not a regular file.
+        InvalidArgument: the path is a link that leads out of the folder.
     """
     fault = fault_of(folder / name, folder)
     if isinstance(fault, InvalidArgument):
@@ -229,7 +229,7 @@ def open_file(folder: Path, name: str) -> Iterator[tuple[int, int]]:
 
 
 def _find_chunks(folder: Path, entries: Entries) -> tuple[list[int], dict[str, int]]:
-    """Offset of each chunk's raw bytes in its file, and the size of each file."""
+    """Return the offset of each chunk's raw bytes in its file, and the size of each file."""
     offsets = [0] * len(entries.chunks)
     sizes: dict[str, int] = {}
     by_file: dict[str, list[int]] = {}
@@ -270,26 +270,26 @@ def lay_out_torch_dist(
     paths: Mapping[str, KeyPath] | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> TorchDistFiles:
-    """Lay shards out as a checkpoint that ``torch.distributed.checkpoint`` and Megatron's ``dist_checkpointing`` load.
+    """Arrange shards as a checkpoint that ``torch.distributed.checkpoint`` and Megatron's ``dist_checkpointing`` can load.
 
-    Every shard becomes one chunk; they keep their order. Replicas (`Shard.main` is false) and shards without elements are
-    left out. A shard larger than ``max_file_bytes`` gets a file of its own. Raw bytes begin at multiples of 64. The same
-    arguments give the same bytes.
+    Every shard becomes one chunk; chunks have the order of the shards. Replicas (`Shard.main` is false) and shards without elements are
+    omitted. A shard larger than ``max_file_bytes`` gets its own file. Raw bytes begin at multiples of 64. The same arguments give the same
+    bytes.
 
     Args:
-        shards: the chunks; that they cover the tensors is for a plan to prove.
+        shards: the chunks. This function does not check that they cover the tensors; a plan does.
         specs: all tensors.
-        max_file_bytes: about how large a ``.distcp`` file may become, framing included.
-        common: what ``common.pt`` holds, such as ``{"iteration": 100}``, plain Python values; or the file's content.
-        objects: entries that are not tensors, such as ``..._extra_state/shard_0_1``, with their content. Megatron expects
-            a ``torch.save`` of a list of the one object, torch one of the object.
-        paths: where in a nested state dict entries are, for torch's own tools; by default at its top.
-        aliases: further names of tensors, each with the name that they are stored by.
+        max_file_bytes: approximate maximum size of a ``.distcp`` file, including framing.
+        common: values in ``common.pt``, such as ``{"iteration": 100}``, as plain Python values; or the file's content.
+        objects: entries that are not tensors, such as ``..._extra_state/shard_0_1``, with their content. Megatron expects a ``torch.save``
+            of a list with one object, torch a ``torch.save`` of the object.
+        paths: paths of entries in a nested state dict, for torch's own tools; by default entries are at its top level.
+        aliases: other names of tensors, each with the name under which the tensor is stored.
 
     Raises:
-        LayoutError: a shard does not fit into its tensor or belongs to none; two begin at one place of one tensor; a tensor
-            has no shard; a name occurs twice or is out of bounds.
-        InvalidArgument: ``max_file_bytes`` is not positive, or there is no tensor.
+        LayoutError: a shard does not fit into its tensor, or its tensor does not exist; two shards begin at the same place of a tensor; a
+            tensor does not have a shard; a name occurs twice or is out of bounds.
+        InvalidArgument: ``max_file_bytes`` is not positive, or ``specs`` is empty.
     """
     if max_file_bytes <= 0:
         raise InvalidArgument(f"the maximum file size must be positive, not {max_file_bytes}")
@@ -328,7 +328,7 @@ def lay_out_torch_dist(
 def _stored(
     shards: Sequence[Shard], tensors: Mapping[str, TensorSpec], objects: Mapping[str, bytes]
 ) -> list[Shard]:
-    """The shards that become chunks."""
+    """Return the shards that become chunks."""
     seen: set[tuple[str, tuple[int, ...]]] = set()
     chunks = []
     for shard in shards:
@@ -368,7 +368,7 @@ class _Files:
         end = item.offset + len(head) + nbytes
         self._framing.append((item.offset, head))
         if padding or tail:
-            # One object for all chunks of a kind: their framing would otherwise be the larger part of a small model.
+            # All chunks of a kind share one object. Otherwise their framing would be the larger part of a small model.
             padded = tail + padding
             self._framing.append((end, self._padded.setdefault(padded, padded)))
         self._nbytes = item.offset + length + len(padding)

@@ -1,11 +1,11 @@
-"""Tensors in files of ``torch.save``: where their bytes lie, and what stands around them.
+"""Tensors in files of ``torch.save``: the places of their bytes, and the framing around them.
 
 In the pickle a tensor is a call of ``torch._utils._rebuild_tensor_v2(storage, storage offset, size, stride, ...)`` (``_v3`` with the dtype as last
-argument, where no storage class has that dtype), in which the storage is a persistent reference ``("storage", class, key, location, number of
-elements)``; the record ``data/<key>`` has its bytes. Source: torch/_utils.py and torch/serialization.py of torch 2.13.
+argument, where no storage class has that dtype), in which the storage is a persistent reference ``("storage", class, key, location, number
+of elements)``; the record ``data/<key>`` contains its bytes. Source: torch/_utils.py and torch/serialization.py of torch 2.13.
 
-Every chunk of a torch_dist checkpoint is such a file of one tensor, inside a larger file. Its raw storage is at a multiple of 64 bytes from the start of the
-archive, by padding in the extra field of its local header.
+Every chunk of a torch_dist checkpoint is such a file with one tensor, inside a larger file. Padding in the extra field of its local header
+places its raw storage at a multiple of 64 bytes from the start of the archive.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weighbridge._trainers.torch_dist.pickles import Instance, Named, Persistent
 from weighbridge.errors import DataLoss
 
 ALIGNMENT = 64
-"""torch's own: raw bytes begin at a multiple of it, counted from the start of the archive."""
+"""Torch's alignment: raw bytes begin at a multiple of it, relative to the start of the archive."""
 
 _MAX_DIRECTORY = 1 << 16
 _MAX_PICKLE = 1 << 12
@@ -72,7 +72,7 @@ def described(call: object) -> DescribedTensor:
     if type(call) is not Instance or call.kind not in (_V2, _V3) or type(call.args) is not tuple:
         raise DataLoss("its pickle is not that of a plain tensor")
     wanted = 6 if call.kind == _V2 else 7
-    # One more: flags of torch, of which the conjugate and the negative bit change the value of the bytes.
+    # One more argument contains torch's flags, of which the conjugate and the negative bit change the meaning of the bytes.
     if len(call.args) not in (wanted, wanted + 1) or (len(call.args) > wanted and call.args[-1]):
         raise DataLoss(
             "its pickle describes a tensor with a conjugate or negative bit, or of an unknown kind"
@@ -103,7 +103,9 @@ def described(call: object) -> DescribedTensor:
 
 
 def located(found: DescribedTensor, archive: Archive) -> StoredTensor:
-    """Find a tensor's bytes in the archive whose pickle describes it. Raises DataLoss if its storage is missing, or not as described."""
+    """Find a tensor's bytes in the archive whose pickle describes it. Raises DataLoss if its storage is missing or differs from the
+    description.
+    """
     begin, end = archive.record(b"data/" + found.key.encode())
     if end - begin != found.storage_nbytes:
         raise DataLoss(f"its storage has {end - begin} bytes, its pickle says {found.storage_nbytes}")
@@ -111,7 +113,7 @@ def located(found: DescribedTensor, archive: Archive) -> StoredTensor:
 
 
 def _check_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Number of elements of a row-major tensor; axes of one element may have any stride."""
+    """Return the number of elements of a row-major tensor. Axes with one element may have any stride."""
     volume = 1
     dense = len(shape) == len(stride)
     for extent, step in zip(reversed(shape), reversed(stride), strict=False):
@@ -139,40 +141,41 @@ def find_tensor(fd: int, offset: int, length: int) -> StoredTensor:
         length: bytes of the archive; the caller has checked that the file is long enough.
 
     Raises:
-        DataLoss: this is not such an archive, or it does not hold exactly one dense row-major tensor in little-endian byte order.
+        DataLoss: this is not such an archive, or it does not contain exactly one dense row-major tensor in little-endian byte order.
     """
     archive = Archive(fd, offset, length, _MAX_DIRECTORY)
     return located(_describe(archive.pickle(_MAX_PICKLE)), archive)
 
 
-# A model has few kinds of chunks, and all chunks of a kind have one pickle.
+# A model has few kinds of chunks, and all chunks of a kind have the same pickle.
 @lru_cache(maxsize=4096)
 def _describe(pickle: bytes) -> DescribedTensor:
     return described(read_pickle(pickle, KNOWN, "its pickle"))
 
 
 def frame(dtype: DType, shape: tuple[int, ...]) -> Framing:
-    """The bytes that ``torch.save`` writes before and after the raw bytes of a dense tensor.
+    """Return the bytes that ``torch.save`` writes before and after the raw bytes of a dense tensor.
 
     The raw bytes begin at a multiple of `ALIGNMENT` from the start of the archive.
 
-    The CRC-32 of the raw record is 0 in the archive, because it would need the data. Torch's reader is built without a check of it
-    (``torch.serialization.set_crc32_options(False)`` makes torch write none either), but other readers of ZIP archives would reject it.
+    The CRC-32 of the raw record is 0 in the archive, because computing it would require the data. Torch's reader does not check it (with
+    ``torch.serialization.set_crc32_options(False)`` torch does not write one either), but other readers of ZIP archives would reject the
+    archive.
     """
     import torch
 
-    tensor = torch.empty(shape, dtype=dtype.torch, device="cpu")  # none of its pages is touched
+    tensor = torch.empty(shape, dtype=dtype.torch, device="cpu")  # its pages are never accessed
     file = _WithoutData()
     with torch.serialization.skip_data():
         torch.save(tensor, file)
     written, name = file.getvalue(), b"archive/data/0"
-    at = written.index(name)  # in its header; the length of the next field precedes it
+    at = written.index(name)  # in the record's header, after the length of the next field
     begin = at + len(name) + int.from_bytes(written[at - 2 : at], "little")
     return Framing(written[:begin], written[begin:])
 
 
 class _WithoutData(io.BytesIO):
-    """A file in which the data that torch skips takes no room."""
+    """A file in which the data that torch skips does not occupy memory."""
 
     def seek(self, *_: int) -> int:
         """Do not move."""

@@ -1,10 +1,10 @@
-"""Metadata of a torch_dist checkpoint: what ``.metadata``, ``metadata.json`` and ``common.pt`` say.
+"""Metadata of a torch_dist checkpoint: the content of ``.metadata``, ``metadata.json`` and ``common.pt``.
 
 ``.metadata`` is a pickle of ``torch.distributed.checkpoint.metadata.Metadata``: ``state_dict_metadata``, a dict of entry
 name to ``TensorStorageMetadata(properties, size, chunks)`` or ``BytesStorageMetadata()``, and ``storage_data``, a dict of
-``MetadataIndex(fqn, offset)`` to ``_StorageInfo(relative_path, offset, length)``, the offset of an index being that of a
-chunk. Megatron-core adds all ranks' plans (``all_local_plans``), older versions ``mcore_data``, none of which is needed
-to find a tensor. ``metadata.json`` names Megatron's backends, ``common.pt`` holds what is not sharded. Sources:
+``MetadataIndex(fqn, offset)`` to ``_StorageInfo(relative_path, offset, length)``, where the offset of an index is that of a chunk.
+Megatron-core adds all ranks' plans (``all_local_plans``), older versions ``mcore_data``; neither is needed to find a tensor.
+``metadata.json`` names Megatron's backends, and ``common.pt`` contains the values that are not sharded. Sources:
 torch/distributed/checkpoint/{metadata,filesystem}.py of torch 2.13, megatron/core/dist_checkpointing of 0.16.1.
 """
 
@@ -53,7 +53,7 @@ _INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Place of a chunk's archive: file relative to the checkpoint's folder, offset, and length in bytes."""
+    """Place of a chunk's archive: file, relative to the checkpoint's folder, offset, and length in bytes."""
 
     file: str
     offset: int
@@ -61,7 +61,7 @@ class Item:
 
 
 KeyPath: TypeAlias = tuple[str | int, ...]
-"""Keys of dicts and indexes of lists, from the outermost on."""
+"""Keys of dicts and indexes of lists, from the outermost to the innermost."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Entries:
     Attributes:
         tensors: all tensors by name.
         chunks: every stored part of a tensor, with its place.
-        others: places of the entries that are not tensors, by name; None for a place that ``.metadata`` does not give in a readable form.
-        paths: path of each entry in the nested state dict that was saved, if ``.metadata`` has it.
+        others: places of the entries that are not tensors, by name; None for a place that cannot be read from ``.metadata``.
+        paths: path of each entry in the saved nested state dict, if ``.metadata`` contains it.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -82,11 +82,11 @@ class Entries:
 
 
 def read_entries(data: bytes) -> Entries:
-    """Read ``.metadata`` without running any of its code.
+    """Read ``.metadata`` without executing code from it.
 
     Raises:
         DataLoss: the data is not such a pickle, or names types that do not belong in one; a chunk does not fit into its tensor, occurs
-            twice or has no storage; or its storage is transformed or outside of the folder.
+            twice or has no storage; or its storage is transformed or outside the folder.
         InvalidArgument: a tensor has an unsupported dtype, name or number of axes.
     """
     metadata = _instance(read_pickle(data, KNOWN, METADATA_FILE), _METADATA, _MCORE_METADATA)
@@ -108,7 +108,7 @@ def read_entries(data: bytes) -> Entries:
         spec, boxes = _read_tensor(name, entry)
         counted += len(entry.state["chunks"])
         if counted > len(data):
-            # a pickle may refer to one list many times; torch writes about a hundred bytes for each chunk
+            # a pickle may refer to the same list many times; torch writes about a hundred bytes for each chunk
             raise DataLoss(f"{METADATA_FILE} lists more chunks than can be in its {len(data)} bytes")
         tensors[name] = spec
         seen = set()
@@ -126,7 +126,7 @@ def read_entries(data: bytes) -> Entries:
 
 
 def _read_paths(paths: Any, entries: Mapping[str, Any]) -> dict[str, KeyPath]:
-    """The paths of entries. Other data that planners keep there is ignored."""
+    """Return the paths of entries. Other data that planners store there is ignored."""
     if type(paths) is not dict:
         return {}
     return {
@@ -136,7 +136,7 @@ def _read_paths(paths: Any, entries: Mapping[str, Any]) -> dict[str, KeyPath]:
 
 def is_path(path: Any) -> bool:
     """Whether a value from a pickle is a `KeyPath`."""
-    # a pickle may refer to one tuple many times
+    # a pickle may refer to the same tuple many times
     return (
         type(path) is tuple and 0 < len(path) <= _MAX_PATH and all(type(each) in (str, int) for each in path)
     )
@@ -149,8 +149,9 @@ def _instance(value: Any, *kinds: str) -> Instance:
 
 
 def _read_storage(storage: Mapping[Any, Any]) -> Mapping[tuple[str, tuple[int, ...] | None], Item | str]:
-    """Places of chunks by entry and offset, which is None for an entry that is not a tensor. A place that cannot be read is a sentence with
-    the reason."""
+    """Return the places of chunks by entry and offset. The offset is None for an entry that is not a tensor. A place that cannot be read is
+    a sentence with the reason.
+    """
     items: dict[tuple[str, tuple[int, ...] | None], Item | str] = {}
     for index, info in storage.items():
         fields = _instance(index, _INDEX).fields("fqn")
@@ -165,7 +166,9 @@ def _read_storage(storage: Mapping[Any, Any]) -> Mapping[tuple[str, tuple[int, .
 
 
 def _is_short(sizes: Any) -> bool:
-    """Whether a tuple has no more items than a tensor can have axes. Long tuples that many entries share would take very long to read."""
+    """Whether a tuple has at most as many items as a tensor can have axes. Reading long tuples that many entries share would take very
+    long.
+    """
     return type(sizes) is tuple and len(sizes) <= MAX_RANK
 
 
@@ -180,9 +183,9 @@ def _read_item(info: Instance) -> Item | str:
     return Item(file, offset, length)
 
 
-@lru_cache(maxsize=1024)  # many chunks lie in one file
+@lru_cache(maxsize=1024)  # many chunks are in one file
 def _outside(file: str) -> str:
-    """Reason why a relative path must not be opened; empty if it may be opened."""
+    """Return the reason why a relative path must not be opened; empty if it may be opened."""
     parts = file.split("/")
     if len(file) > 1024 or not file.isprintable() or any(part in ("", ".", "..") for part in parts):
         return f"its file {shown(file)} is not the plain name of one in the checkpoint's folder"
@@ -213,7 +216,7 @@ def _read_tensor(name: str, entry: Any) -> tuple[TensorSpec, list[Box]]:
                 f"{METADATA_FILE} has a chunk at {list(offset)[:9]} of size {list(extent)[:9]} that does not fit "
                 f"into {spec}"
             )
-        # Ranks that have nothing of an unevenly cut tensor still list their part of it.
+        # Ranks that do not have elements of an unevenly sharded tensor still list their part of it.
         if box.volume or not math.prod(size):
             boxes.append(box)
     return spec, boxes
@@ -225,15 +228,15 @@ def write_metadata(
     objects: Mapping[str, Item],
     paths: Mapping[str, KeyPath],
 ) -> bytes:
-    """Make ``.metadata``: of the installed torch's own classes, because it is they who will read it.
+    """Return the content of ``.metadata``. It uses the classes of the installed torch, because they will read it.
 
-    The same arguments give the same bytes, with one version of torch and Python.
+    With the same versions of torch and Python, the same arguments give the same bytes.
 
     Args:
         specs: all tensors.
-        chunks: their chunks and where these lie.
-        objects: entries that are not tensors, and where they lie.
-        paths: where in a nested state dict entries are; of those that are not named, at its top.
+        chunks: chunks of the tensors, with their places.
+        objects: entries that are not tensors, with their places.
+        paths: paths of entries in a nested state dict. Entries without a path are at its top level.
     """
     import torch
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -246,7 +249,7 @@ def write_metadata(
         TensorStorageMetadata,
     )
 
-    # A pickle refers back to an object that it has already: equal names must be one object here.
+    # A pickle refers back to objects that it already contains, so equal names must be the same object here.
     tensors = {}
     for spec in specs:
         properties = TensorProperties(dtype=spec.dtype.torch)
@@ -275,7 +278,7 @@ def write_metadata(
 
 
 def write_config() -> bytes:
-    """Make ``metadata.json``, by which Megatron chooses how to load."""
+    """Return the content of ``metadata.json``, by which Megatron chooses how to load."""
     backends = {
         "sharded_backend": "torch_dist",
         "sharded_backend_version": 1,
@@ -286,7 +289,7 @@ def write_config() -> bytes:
 
 
 def saved(value: Any) -> bytes:
-    """A value as entries of checkpoints are that are no tensors, and ``common.pt``: what ``torch.save`` writes."""
+    """Encode a value with ``torch.save``, the format of ``common.pt`` and of entries that are not tensors."""
     import torch
 
     stream = io.BytesIO()

@@ -1,4 +1,6 @@
-"""Names that pickles of checkpoints contain, of whichever kind of checkpoint. Nothing that is named is run; a file that names anything else is refused."""
+"""Names that pickles in checkpoints of all kinds may contain. The named objects are never executed; a file that contains other names is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,14 @@ STORAGES = {
     "torch.DoubleStorage": "float64",
     "torch.ComplexFloatStorage": "complex64",
 }
-"""Torch's names of dtypes, by the storage classes of older ones."""
+"""Torch's names of dtypes, by the storage classes that older dtypes have."""
 _OTHER_DTYPES = (
     "complex32 complex128 float8_e4m3fnuz float8_e5m2fnuz float4_e2m1fn_x2 "
     "qint8 quint8 qint32 quint4x2 bits8 bits16 int1 int2 int4 uint1 uint2 uint4"
 )
-"""Names of torch dtypes that `weighbridge._core.dtypes` does not have: known, so that messages can tell them from an attack."""
+"""Names of torch dtypes that `weighbridge._core.dtypes` does not support. They are listed so that messages can distinguish them from an
+attack.
+"""
 _PATHS = "Path PosixPath PurePath PurePosixPath WindowsPath"
 _PLACEMENTS = "Shard _StridedShard Replicate Partial"
 _BY_MODULE = {
@@ -32,13 +36,13 @@ _BY_MODULE = {
     "torch._utils": "_rebuild_parameter _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_wrapper_subclass",
     "torch.serialization": "_get_layout",
     "torch.storage": "UntypedStorage",
-    # .metadata, and in it the plans of all ranks
+    # .metadata, and the plans of all ranks in it
     "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
     "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
     "TensorStorageMetadata _MEM_FORMAT_ENCODING",
     "torch.distributed.checkpoint.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
     "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
-    # the folder that it was first written to
+    # the folder to which the checkpoint was first written
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,
     # DTensors

@@ -1,7 +1,8 @@
-"""Values that trainers have noted in checkpoints beside tensors, read as data: nothing of them is run.
+"""Values that trainers have stored in checkpoints in addition to tensors. They are read as data and never executed.
 
-Of Megatron-core's checkpoints the common state says which model was trained: Megatron-LM and slime note all of their arguments, an `argparse.Namespace` under ``args``, in ``common.pt``; since megatron-core 0.19 the entry
-``common_state/shard_0_1`` has it instead. Source: ``megatron/training/checkpointing.py`` of Megatron-LM.
+The common state of Megatron-core's checkpoints describes the trained model: Megatron-LM and slime store all of their arguments, an
+`argparse.Namespace` under ``args``, in ``common.pt``; since megatron-core 0.19 in the entry ``common_state/shard_0_1`` instead. Source:
+``megatron/training/checkpointing.py`` of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -22,38 +23,40 @@ _MOST_DIRECTORY = 16 << 20
 
 
 def common_values(folder: Path, checkpoint: TorchDistCheckpoint) -> Mapping[str, Any]:
-    """The common state of a checkpoint, its numbers and texts as they are; empty if there is none, or one that cannot be read as data.
+    """Return the common state of a checkpoint, with numbers and strings unchanged; empty if the checkpoint does not have one, or it cannot
+    be read as data.
 
     Args:
-        folder: where the checkpoint is.
-        checkpoint: what is in it.
+        folder: folder of the checkpoint.
+        checkpoint: content of the checkpoint.
     """
     try:
         root = read_value(folder, checkpoint.others.get(COMMON_ENTRY))
     except (DataLoss, NotFound):
-        return {}  # weights do not need it
+        return {}  # weights do not need the common state
     if isinstance(root, list) and len(root) == 1:  # as objects of a checkpoint are
         root = root[0]
     return root if isinstance(root, dict) else {}
 
 
 def trained_arguments(common: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of the trainer by name; empty if it has noted none."""
+    """Return the arguments of the trainer by name; empty if the trainer has not stored any."""
     found = common.get("args")
     state = found.state if isinstance(found, Instance) else found
     return state if isinstance(state, dict) else {}
 
 
 def read_value(folder: Path, entry: Item | None) -> Any:
-    """The value that ``torch.save`` has written: containers, numbers and texts as they are, anything else as `pickles` names it.
+    """Return the value that ``torch.save`` has written. Containers, numbers and strings are unchanged; everything else has the form that
+    `pickles` gives it.
 
     Args:
         folder: the checkpoint.
-        entry: where it lies; None for ``common.pt``.
+        entry: place of the value; None for ``common.pt``.
 
     Raises:
-        NotFound: there is no such file.
-        DataLoss: it cannot be read as data.
+        NotFound: the file does not exist.
+        DataLoss: the value cannot be read as data.
     """
     with open_file(folder, COMMON_FILE if entry is None else entry.file) as (fd, size):
         begin, length = (0, size) if entry is None else (entry.offset, entry.length)

@@ -1,9 +1,11 @@
-"""Optimizer of FSDP2 in checkpoints of which each rank has saved its own files by ``torch.save``, as verl's ``FSDPCheckpointManager`` does.
+"""Optimizer of FSDP2 in checkpoints for which each rank has saved its own files with ``torch.save``, as verl's ``FSDPCheckpointManager``
+does.
 
-Beside the files of the module (`rank_files`) are ``optim_world_size_<ranks>_rank_<rank>.pt``, what ``optimizer.state_dict()`` gives: the state by numbers of
-parameters, as DTensors and plain values, and the parameter groups. A number is the parameter's place among all that the optimizer has; verl gives it
-``module.parameters()``, whose order is that of the module's DTensors, a tied one counted once. ``extra_state_...`` has the scheduler and random states. Source: verl
-0.9 (``verl/utils/checkpoint/fsdp_checkpoint_manager.py``).
+In addition to the files of the module (`rank_files`), the folder contains ``optim_world_size_<ranks>_rank_<rank>.pt``, the result of
+``optimizer.state_dict()``: the state by numbers of parameters, as DTensors and plain values, and the parameter groups. A number is the
+parameter's index among all parameters of the optimizer. verl passes ``module.parameters()`` to the optimizer, whose order is that of the
+module's DTensors, with a tied one counted once. ``extra_state_...`` contains the scheduler and random states. Source: verl 0.9
+(``verl/utils/checkpoint/fsdp_checkpoint_manager.py``).
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ class RankOptimizer:
     """The optimizer of a checkpoint.
 
     Attributes:
-        checkpoint: its tensors, by ``state.<parameter>.<key>``, and where they lie.
-        numbers: what is no tensor of its state, by parameter and path.
-        groups: its parameter groups, ``params`` by names.
+        checkpoint: the optimizer's tensors, by ``state.<parameter>.<key>``, with their places.
+        numbers: values of the state that are not tensors, by parameter and path.
+        groups: the parameter groups, with names in ``params``.
     """
 
     checkpoint: TorchDistCheckpoint
@@ -48,7 +50,7 @@ class RankOptimizer:
 
 
 def read_optimizer(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> RankOptimizer | None:
-    """Find the state of an optimizer, trusting nothing in it and reading no tensors; None if there are no files of one.
+    """Find the state of an untrusted optimizer without reading tensors; None if the folder does not contain files of an optimizer.
 
     Args:
         folder: the checkpoint.
@@ -56,14 +58,14 @@ def read_optimizer(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> R
 
     Raises:
         NotFound: the file of a rank is missing.
-        DataLoss: a file is damaged, cut short, or names what is no part of such a checkpoint.
-        InvalidArgument: it is the optimizer of FSDP1.
-        LayoutError: it has other parameters, or ranks disagree.
+        DataLoss: a file is damaged, cut short, or contains names that do not belong in such a checkpoint.
+        InvalidArgument: the optimizer was saved by FSDP1.
+        LayoutError: the optimizer has other parameters, or ranks disagree.
     """
     try:
         files = files_of(folder, "optim")
     except NotFound as error:
-        if error.details:  # there are some
+        if error.details:  # some of the files exist
             raise
         return None
     names = list(parameters)
@@ -91,11 +93,11 @@ def read_optimizer(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> R
 
 
 def read_scheduler(folder: Path) -> dict[str, Any] | None:
-    """The state of the scheduler that rank 0 has saved; None if there is none.
+    """Return the state of the scheduler that rank 0 has saved; None if rank 0 has not saved one.
 
     Raises:
-        DataLoss: the file is damaged, or has something else in it than a scheduler and random states.
-        InvalidArgument: the scheduler's state has more than plain values.
+        DataLoss: the file is damaged, or contains something other than a scheduler and random states.
+        InvalidArgument: the scheduler's state contains values that are not plain.
     """
     try:
         file = files_of(folder, "extra_state")[0]
@@ -112,7 +114,7 @@ def read_scheduler(folder: Path) -> dict[str, Any] | None:
 
 
 def _tensors(names: Sequence[str], root: Any) -> dict[str, Any]:
-    """The tensors of what one rank's optimizer gives."""
+    """Return the tensors in one rank's optimizer state."""
     state = root.get("state") if type(root) is dict else None
     if type(state) is not dict:
         raise DataLoss(

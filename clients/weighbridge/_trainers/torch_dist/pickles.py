@@ -1,10 +1,10 @@
-"""Reader of untrusted pickles, as data: nothing that they name is imported, looked up or called.
+"""Reader of untrusted pickles as data: it does not import, look up or call anything that they name.
 
-A pickle is a program for a small stack machine. `read_pickle` is such a machine, for as much of the language as
-torch's checkpoint files use (protocols 2 to 5; Python's `pickletools` reads the opcodes), in which a class is only
-a name, `Named`, and what its constructor would have made is an `Instance` that holds the arguments. Python's own
-``pickle.Unpickler`` with a restricted ``find_class`` would still let a file of ten bytes claim gigabytes (a memo index
-is an array index there) and hash nested tuples for ever; here the work is bounded by the length of the file.
+A pickle is a program for a small stack machine. `read_pickle` is such a machine for the part of the language that torch's checkpoint files
+use (protocols 2 to 5; Python's `pickletools` reads the opcodes). In it a class is only a name, `Named`, and the result of its constructor
+is an `Instance` that contains the arguments. Python's own ``pickle.Unpickler`` with a restricted ``find_class`` would still let a file of
+ten bytes allocate gigabytes (a memo index is an array index there) and hash nested tuples forever. Here the work is limited by the length
+of the file.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ _CONTAINERS = {
 }
 _MADE = frozenset(_CONTAINERS.values())
 _MOST_MARKS = 1000
-"""Containers within each other: Python's own pickler gives up before that."""
+"""Maximum depth of nested containers. Python's own pickler gives up before that."""
 _LEAST_BYTES, _FREE = 3, 4000
-"""Bytes of a pickle for each unit of what it makes, but for the first units: one byte could make a set, which takes two hundred. A tuple, a reference or an
-instance is one unit, a list two, a dict or set four, which is about 60 bytes of memory for each. What torch writes has six and more."""
+"""Minimum number of bytes of a pickle for each unit of the values that it creates, and number of units that are free of this rule. It
+exists because one byte could create a set, which occupies two hundred. A tuple, a reference or an instance is one unit, a list two, and a
+dict or set four, so that a unit is about 60 bytes of memory. Torch's pickles have six bytes or more for each unit.
+"""
 _VALUES = frozenset(
     [
         "BININT",
@@ -40,7 +42,7 @@ _VALUES = frozenset(
         "SHORT_BINBYTES",
     ]
 )
-"""Opcodes that have a value with them."""
+"""Opcodes that are followed by a value."""
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _EMPTY = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_SET": set, "EMPTY_TUPLE": tuple}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
@@ -82,7 +84,7 @@ class Instance:
 
 
 class Persistent:
-    """A reference to something outside of the pickle; torch puts storages there."""
+    """A reference to an object outside the pickle. Torch uses it for storages."""
 
     __slots__ = ("key",)
 
@@ -91,25 +93,25 @@ class Persistent:
 
 
 def allow(*names: str) -> Mapping[str, Named]:
-    """The names a pickle may contain, each as ``module.name``; with those of plain containers."""
+    """Return the names that a pickle may contain, each as ``module.name``, including those of plain containers."""
     return {name: Named(name) for name in (*names, *_CONTAINERS, SIZE)}
 
 
 def are_sizes(values: Any) -> bool:
-    """Whether this is a tuple of sizes, strides or offsets: small integers, none of them negative."""
+    """Whether this is a tuple of sizes, strides or offsets, which are small integers that are not negative."""
     return type(values) is tuple and all(type(n) is int and 0 <= n < 1 << 50 for n in values)
 
 
 def read_pickle(data: bytes, allowed: Mapping[str, Named] | None, what: str) -> Any:
-    """The value that a pickle describes, of plain containers, numbers, text, `Named`, `Instance` and `Persistent`.
+    """Return the value that a pickle describes. It consists of plain containers, numbers, strings, `Named`, `Instance` and `Persistent`.
 
     Args:
         data: the pickle.
-        allowed: what it may name; None for anything, as none of it is looked up.
-        what: what messages call it.
+        allowed: the names that it may contain; None allows all names, because none of them is looked up.
+        what: name of the pickle in messages.
 
     Raises:
-        DataLoss: it names something else, is cut short, or is no pickle. Nothing was run.
+        DataLoss: the data contains other names, is cut short, or is not a pickle. No code was executed.
     """
     try:
         return _Machine(data, allowed, what).run()
@@ -118,7 +120,7 @@ def read_pickle(data: bytes, allowed: Mapping[str, Named] | None, what: str) -> 
 
 
 class _Machine:
-    """One run."""
+    """One run of the stack machine."""
 
     def __init__(self, data: bytes, allowed: Mapping[str, Named] | None, what: str) -> None:
         self._data = data
@@ -178,7 +180,7 @@ class _Machine:
                 stack[-1] = made
             elif op == "BUILD":
                 state = stack.pop()
-                # An OrderedDict may carry attributes; a dict stands for it here, and they are of no use.
+                # An OrderedDict may have attributes. Here a dict represents it, and the attributes are not needed.
                 if type(stack[-1]) is not dict:
                     _instance(stack[-1]).state = state
             elif op == "GLOBAL":
@@ -199,7 +201,7 @@ class _Machine:
         raise ValueError("it does not end")
 
     def _called(self, name: str, args: Any) -> Any:
-        if name in GETATTR:  # how older protocols name a class inside of another one
+        if name in GETATTR:  # older protocols name a class inside another class in this way
             owner, attribute = _tuple(args)
             return self._global(_name(owner), attribute)
         return _reduce(name, args)
@@ -219,7 +221,7 @@ class _Machine:
 
 
 def _put(memo: list[Any], index: int, value: Any) -> None:
-    """Put a value where protocol 2 says; whatever writes pickles counts these indexes up."""
+    """Put a value at its memo index. All writers of pickles use consecutive indexes."""
     if index == len(memo):
         memo.append(value)
     else:
@@ -251,7 +253,7 @@ def _add(target: Any, items: list[Any]) -> None:
 
 
 def _key(key: Any) -> Any:
-    """Refuse keys that would take long to hash or find: tuples that nest one tuple many times, integers with the same hash."""
+    """Refuse keys whose hashing or lookup would take long: tuples that nest the same tuple many times, and integers with the same hash."""
     kind = type(key)
     # An Instance is equal only to itself, so readers of a mapping with such keys check for duplicates themselves.
     if kind is str or kind is Instance or kind is Named or _is_small(key):

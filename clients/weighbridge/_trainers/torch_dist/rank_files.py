@@ -1,8 +1,9 @@
-"""Checkpoints of FSDP in which each rank has saved its state dict by ``torch.save``, as verl's ``FSDPCheckpointManager`` does.
+"""FSDP checkpoints in which each rank has saved its state dict with ``torch.save``, as verl's ``FSDPCheckpointManager`` does.
 
-A folder has the files ``model_world_size_<ranks>_rank_<rank>.pt``; those of optimizers (``optim_...``) are read by `optimizer_rank_files`. In each is a dict of DTensors (FSDP2, and FSDP1 over a device mesh),
-ShardedTensors (FSDP1), and plain tensors, which all ranks have whole. Each says of which part of the whole tensor it is, so the files are a
-`Layout`. They are read as data, whichever classes they name: nothing of them is run, and none of their tensors is loaded. Sources: verl 0.9
+A folder contains the files ``model_world_size_<ranks>_rank_<rank>.pt``; `optimizer_rank_files` reads the files of optimizers
+(``optim_...``). Each file contains a dict of DTensors (FSDP2, and FSDP1 over a device mesh), ShardedTensors (FSDP1), and plain tensors,
+which all ranks have whole. Each tensor describes which part of the whole tensor it is, so the files form a `Layout`. They are read as data,
+whichever classes they name: their code is not executed, and their tensors are not loaded. Sources: verl 0.9
 (``verl/utils/checkpoint/fsdp_checkpoint_manager.py``); ``torch.distributed.tensor``, ``device_mesh`` and ``_shard`` of torch 2.13.
 """
 
@@ -36,9 +37,11 @@ from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 
 _FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,7})_rank_(\d{1,7})\.pt")
 _MAX_PICKLE = 64 << 20
-"""Largest pickle that is read; one of 20,000 tensors has some 20 MB. What it describes takes up to 26 times as much memory."""
+"""Maximum size of a pickle that is read. A pickle of 20,000 tensors has about 20 MB. The values that a pickle describes need up to 26 times
+as much memory.
+"""
 _MOST_TIED = 4
-"""Names that each byte of a file may have on the average, by tensors that are tied."""
+"""Maximum number of names that a byte of a file may have on average, because of tied tensors."""
 _MAX_DIRECTORY = 64 << 20
 _FROM_TYPE, _WRAPPER = "torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_wrapper_subclass"
 _PARAMETER = "torch._utils._rebuild_parameter"
@@ -47,7 +50,7 @@ _NAMED = 20
 
 
 class _Piece(NamedTuple):
-    """A box of a tensor, and the offset of its first element in the local tensor, where its elements are contiguous."""
+    """A box of a tensor, and the offset of its first element in the local tensor. The elements of the box are contiguous there."""
 
     box: Box
     local: DescribedTensor
@@ -62,7 +65,7 @@ class _Most(NamedTuple):
 
 
 def has_rank_files(folder: Path) -> bool:
-    """Whether a folder has files of ranks."""
+    """Whether a folder contains files of ranks."""
     return any(_FILE.fullmatch(path.name) for path in folder.glob("model_world_size_*_rank_*.pt"))
 
 
@@ -72,24 +75,24 @@ def read_rank_files(folder: Path) -> TorchDistCheckpoint:
     If several ranks hold equal boxes, those of the first rank are used. Entries that are not tensors are among `others`, without a place.
 
     Raises:
-        NotFound: no such folder or file, or the file of a rank is missing.
+        NotFound: the folder does not exist, or the file of a rank is missing.
         DataLoss: a file is damaged, cut short, or names what is no part of such a checkpoint.
-        InvalidArgument: a tensor has a dtype or name that is not supported, or the folder has checkpoints of several numbers of ranks.
-        LayoutError: ranks disagree about a tensor, or what one holds of it is not told; names each.
+        InvalidArgument: a tensor has an unsupported dtype or name, or the folder contains checkpoints of several numbers of ranks.
+        LayoutError: ranks disagree about a tensor, or the part that a rank holds is not known (names each tensor).
     """
     return read_files(folder, files_of(folder), lambda root: root)
 
 
 def read_files(folder: Path, files: Sequence[str], entries_of: Callable[[Any], Any]) -> TorchDistCheckpoint:
-    """Find all tensors of the files of ranks, by order of these.
+    """Find all tensors in the files of ranks, which are given in the order of ranks.
 
     Args:
-        folder: where they lie.
-        files: their names.
-        entries_of: finds in what one holds its values by name.
+        folder: folder of the files.
+        files: names of the files.
+        entries_of: returns the values by name from the content of a file.
 
     Raises:
-        As `read_rank_files`.
+        The errors of `read_rank_files`.
     """
     specs: dict[str, TensorSpec] = {}
     others: dict[str, None] = {}
@@ -140,15 +143,15 @@ def read_files(folder: Path, files: Sequence[str], entries_of: Callable[[Any], A
 
 @contextmanager
 def open_rank_file(folder: Path, file: str) -> Iterator[tuple[Archive, Any]]:
-    """The file of a rank as an archive, and what its pickle describes.
+    """Open the file of a rank, and yield its archive and the value that its pickle describes.
 
     Args:
-        folder: where it lies.
-        file: its name.
+        folder: folder of the file.
+        file: name of the file.
 
     Raises:
-        NotFound: it is not there.
-        DataLoss: it is damaged, cut short, or names something else.
+        NotFound: the file does not exist.
+        DataLoss: the file is damaged, cut short, or contains other names.
     """
     with open_file(folder, file) as (fd, size):
         try:
@@ -160,10 +163,11 @@ def open_rank_file(folder: Path, file: str) -> Iterator[tuple[Archive, Any]]:
 
 
 def sharded_parameters(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """The tensors of a module that ranks share as DTensors, with their shapes, in the module's order; and further names of tied ones, each with the first.
+    """Return the tensors of a module that ranks share as DTensors, with their shapes, in the module's order; and other names of tied
+    tensors, each with the first name.
 
     Raises:
-        As `read_rank_files`.
+        The errors of `read_rank_files`.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     tied: dict[str, str] = {}
@@ -184,7 +188,7 @@ def sharded_parameters(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[s
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether what a pickle describes is a DTensor."""
+    """Whether a value from a pickle is a DTensor."""
     if type(value) is not Instance or value.kind != _FROM_TYPE:
         return False
     kind = _items(value.args, 2)[1]
@@ -198,7 +202,7 @@ def _mapping(root: Any) -> Mapping[str, Any]:
 
 
 def _overlapping(lies: list[tuple[int, int, str]]) -> Iterator[tuple[str, str]]:
-    """Pairs of tensors that share some of their bytes and not all, as tied ones do."""
+    """Yield pairs of tensors that share some but not all of their bytes. (Tied tensors share all.)"""
     before = (0, 0, "")
     for place in sorted(lies):
         if place[0] < before[1] and place[:2] != before[:2]:
@@ -207,11 +211,11 @@ def _overlapping(lies: list[tuple[int, int, str]]) -> Iterator[tuple[str, str]]:
 
 
 def files_of(folder: Path, kind: Literal["model", "optim", "extra_state"] = "model") -> list[str]:
-    """Names of the files of a kind, by rank.
+    """Return the names of the files of a kind, by rank.
 
     Raises:
-        NotFound: no such folder, no files of that kind in it, or that of a rank is missing.
-        InvalidArgument: there are two files of one rank, or files of several numbers of ranks.
+        NotFound: the folder does not exist, it does not contain files of that kind, or the file of a rank is missing.
+        InvalidArgument: the folder contains two files of one rank, or files of several numbers of ranks.
     """
     if not folder.is_dir():
         raise NotFound(f"there is no folder {folder}")
@@ -244,7 +248,7 @@ def files_of(folder: Path, kind: Literal["model", "optim", "extra_state"] = "mod
 
 
 def _tensor(name: str, value: Any, most: _Most) -> tuple[TensorSpec, Sequence[_Piece]] | None:
-    """A tensor of a state dict and the pieces of it that this rank has; None if it is none."""
+    """Return a tensor of a state dict and the pieces of it that this rank has; None if the value is not a tensor."""
     if type(value) is not Instance:
         return None
     if value.kind == _PARAMETER:
@@ -288,7 +292,7 @@ def _placement(shard: Shard, spec: TensorSpec, piece: _Piece, archive: Archive, 
 
 
 def _of_sharded(state: Any) -> Iterator[_Piece]:
-    """The pieces of a ``ShardedTensor``, whose state begins with its local shards."""
+    """Yield the pieces of a ``ShardedTensor``, whose state begins with its local shards."""
     for shard in _list(_items(state, 1)[0]):
         fields = _fields(shard)
         local = described(fields.get("tensor"))
@@ -303,7 +307,7 @@ def _of_sharded(state: Any) -> Iterator[_Piece]:
 
 
 def _of_dtensor(shape: tuple[int, ...], state: Any, most: int) -> Iterator[_Piece]:
-    """The pieces of a DTensor: by its placements and the coordinate of its rank in the mesh."""
+    """Yield the pieces of a DTensor, which follow from its placements and the coordinate of its rank in the mesh."""
     fields = _fields_of(state)
     local = described(fields.get("_local_tensor"))
     spec = _fields(fields.get("_spec"))
@@ -336,7 +340,7 @@ def _of_dtensor(shape: tuple[int, ...], state: Any, most: int) -> Iterator[_Piec
         ):
             raise DataLoss("a placement of it is not one")
         parts *= pieces
-        if parts > most**2:  # each is of the ranks on further axes of the mesh
+        if parts > most**2:  # each part belongs to the ranks on other axes of the mesh
             raise DataLoss("its placements cut it into more parts than there are ranks for")
         cuts[axis].append(Cut(ranks, rank, pieces))
     runs = [runs_after(length, tuple(each)) for length, each in zip(shape, cuts, strict=True)]
@@ -353,7 +357,9 @@ def _of_dtensor(shape: tuple[int, ...], state: Any, most: int) -> Iterator[_Piec
 
 
 def _mesh_shape(mesh: Mapping[Any, Any]) -> tuple[int, ...]:
-    """Of a ``DeviceMesh``: until torch 2.8 by the tensor of its ranks, then by its layout, which in torch 2.13 has an entry for each axis."""
+    """Return the shape of a ``DeviceMesh``: until torch 2.8 from the tensor of its ranks, later from its layout, which in torch 2.13 has an
+    entry for each axis.
+    """
     ranks = mesh.get("mesh")
     if ranks is not None:
         return described(ranks).shape
@@ -387,14 +393,14 @@ def _list(value: Any) -> Sequence[Any]:
 
 
 def _fields(value: Any) -> Mapping[Any, Any]:
-    """Attributes of an instance."""
+    """Return the attributes of an instance."""
     if type(value) is not Instance:
         raise DataLoss("its pickle has something else where an object should be")
     return _fields_of(value.state)
 
 
 def _fields_of(state: Any) -> Mapping[Any, Any]:
-    """Attributes in a state; of classes with slots it is a pair, of which the second are theirs."""
+    """Return the attributes in a state. For classes with slots the state is a pair, and its second item contains the attributes in slots."""
     if type(state) is tuple and len(state) == 2:
         state = state[1]
     if type(state) is not dict:

@@ -1,4 +1,6 @@
-"""Folders that appear when they are complete: what is not finished lies beside them, under another name, and is removed if anything fails."""
+"""Folders that appear when they are complete. Until then their files are in a sibling folder with another name, which is removed if
+anything fails.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +16,24 @@ from weighbridge._formats.hf_folder import check_free, unwritable
 
 @contextmanager
 def appearing(folder: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Make a folder that is there whole or not at all.
+    """Make a folder that appears complete or not at all.
 
     Args:
-        folder: is new or empty; folders above it are made.
-        replace: put it in the place of one that is there, which is removed then.
+        folder: a new or empty folder; missing parent folders are created.
+        replace: whether to replace an existing folder, which is then removed.
 
     Yields:
-        The folder to write to meanwhile. It is on disk before it gets its name.
+        The temporary folder to write to. Its content is on disk before it gets its final name.
 
     Raises:
-        InvalidArgument: there is something, and it is not to be replaced.
+        InvalidArgument: something exists at the path, and ``replace`` is false.
         ResourceExhausted: the disk is full.
         FailedPrecondition: the folder cannot be written.
     """
     folder = folder.resolve()
     if not replace:
         check_free(folder)
-    # another call may make the same folder meanwhile, also one of this process, or of a container with the same pid
+    # another call may make the same folder at the same time, in this process or in a container with the same pid
     own = f".{folder.name}.{uuid.uuid4().hex}"
     unfinished, former = folder.with_name(f"{own}.partial"), folder.with_name(f"{own}.former")
     try:

@@ -1,4 +1,4 @@
-"""Writing of a checkpoint from a stream of its tensors: no more of them is in memory than one piece of the stream."""
+"""Writing of a checkpoint from a stream of its tensors. Only one piece of the stream is in memory at a time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def write_torch_dist(
     stream: Iterable[memoryview],
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
-    """Write a checkpoint. ``.metadata`` is written last: a folder that has one is taken for complete.
+    """Write a checkpoint. ``.metadata`` is written last, because a folder that contains it counts as complete.
 
     Args:
-        folder: exists, and has none of the files.
-        checkpoint: the files.
-        stream: the bytes of the shards of its layout, one behind the other in the layout's order, in pieces of any size.
-        on_progress: is called with bytes written so far and in all.
+        folder: an existing folder that does not contain any of the files.
+        checkpoint: the checkpoint to write.
+        stream: the bytes of the shards of its layout, concatenated in the layout's order, in pieces of any size.
+        on_progress: called with the bytes written so far and the total.
 
     Raises:
         DataLoss: the stream is longer or shorter than the layout.
-        OSError: something cannot be written.
+        OSError: a file cannot be written.
     """
     taken = _Taken(stream)
     total = sum(file.nbytes for file in checkpoint.files)
@@ -43,7 +43,7 @@ def write_torch_dist(
 
 
 def _content(file: FramedFile, taken: _Taken) -> Iterator[bytes | memoryview]:
-    """A file from its first byte to its last: what framing leaves open is the stream's."""
+    """Yield the content of a file from its first to its last byte. The stream fills the parts that framing does not cover."""
     position = 0
     for offset, framing in file.framing:
         yield from taken.next(offset - position)
@@ -53,14 +53,14 @@ def _content(file: FramedFile, taken: _Taken) -> Iterator[bytes | memoryview]:
 
 
 class _Taken:
-    """A stream that is taken in runs of other sizes than its pieces have."""
+    """A stream that is read in runs whose sizes differ from those of its pieces."""
 
     def __init__(self, stream: Iterable[memoryview]) -> None:
         self._pieces = iter(stream)
         self._left = memoryview(b"")
 
     def next(self, nbytes: int) -> Iterator[memoryview]:
-        """The next bytes, in pieces."""
+        """Yield the next bytes, in pieces."""
         while nbytes:
             if not self._left:
                 piece = next(self._pieces, None)
@@ -73,6 +73,6 @@ class _Taken:
             nbytes -= taken
 
     def end(self) -> None:
-        """Raise DataLoss if there is more."""
+        """Raise DataLoss if the stream is not at its end."""
         if self._left or next(self._pieces, None) is not None:
             raise DataLoss("the stream of tensors goes on behind the last shard")
