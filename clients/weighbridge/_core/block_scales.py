@@ -1,7 +1,7 @@
-"""fp8 weights with one scale for each block, as DeepSeek-V3 publishes them: what is called how, and which shapes belong together.
+"""fp8 weights with one scale for each block, as DeepSeek-V3 publishes them: their names and shapes.
 
-Beside a matrix in float8_e4m3fn lies ``<its name>_scale_inv`` with one factor for each block of rows and columns; a weight is the
-product of both. ``quantization_config.weight_block_size`` of config.json gives the size of a block.
+A matrix in float8_e4m3fn has a tensor ``<its name>_scale_inv`` with one factor for each block of rows and columns. A weight is the product
+of both. ``quantization_config.weight_block_size`` in config.json is the size of a block.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ QUANTIZED = "F8_E4M3"
 QUANTIZED_WITH_SCALES = "fp8"
 """The ``quant_method`` of such weights in configs."""
 SCALE_SUFFIX = "_scale_inv"
-"""Suffix that makes the name of a weight into the name of its tensor of scales."""
+"""Suffix that is appended to the name of a weight for the name of its tensor of scales."""
 _QUANTIZATION = ("quantization_config", "compression_config", "quantization")
 """Keys of configs for quantised weights: transformers, older ones of compressed-tensors, and MLX."""
 DEFAULT_BLOCK = (128, 128)
-"""Rows and columns of a block where the config does not say."""
+"""Rows and columns of a block if the config does not contain them."""
 
 
 def is_quantized(config: Mapping[str, Any]) -> bool:
-    """Whether a config says that the model's weights are fp8 with scales."""
+    """Whether a config describes weights that are fp8 with scales."""
     return quantization_of(config) == QUANTIZED_WITH_SCALES
 
 
 def quantization_of(config: Mapping[str, Any]) -> str:
-    """The quantisation method that a config names, such as ``fp8`` or ``mxfp4``; empty if it names none."""
+    """Return the quantisation method that a config names, such as ``fp8`` or ``mxfp4``; empty if it does not name one."""
     quantization = config.get("quantization_config")
     return str(quantization.get("quant_method", ""))[:40] if isinstance(quantization, Mapping) else ""
 
 
 def says_quantized(config: Mapping[str, Any]) -> bool:
-    """Whether a config, or one of those within it, says that weights are quantised, by whatever method."""
+    """Whether a config, or a config inside it, describes quantised weights, by any method."""
     texts = (config, *(value for value in config.values() if isinstance(value, Mapping)))
     return any(isinstance(text.get(name), Mapping) for text in texts for name in _QUANTIZATION)
 
 
 def block_of(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns that share a scale.
+    """Return the numbers of rows and columns that share a scale.
 
     Raises:
-        InvalidArgument: the config says something that is no size of a block.
+        InvalidArgument: the size in the config is not a valid block size.
     """
     quantization = config.get("quantization_config")
     size = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
@@ -59,10 +59,10 @@ def block_of(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def scale_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the scales of a weight.
+    """Return the shape of the scales of a weight.
 
     Raises:
-        InvalidArgument: the weight has not as many axes as a block.
+        InvalidArgument: the weight and the block have different numbers of axes.
     """
     if len(shape) != len(block):
         raise InvalidArgument(

@@ -47,7 +47,7 @@ class DType:
         return self.short in ("bf16", "fp16", "fp32", "fp64")
 
     def widens_to(self, other: DType) -> bool:
-        """Whether another floating-point dtype can represent all of its numbers, so that a cast to it is exact."""
+        """Whether both are floating-point dtypes and ``other`` can represent all numbers of this one, so that the cast is exact."""
         return self.is_float and other.is_float and self.itemsize < other.itemsize
 
     def __str__(self) -> str:

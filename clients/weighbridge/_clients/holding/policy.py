@@ -26,7 +26,7 @@ _REACH = 0.75
 
 @dataclass(frozen=True, slots=True)
 class HoldPolicy:
-    """How long a push may block the loop that makes it, and how its failure is handled.
+    """Limit on the time for which a push may block the loop that makes it, and handling of its failure.
 
     Attributes:
         max_hold_s: seconds for which one call may block the rank in total while it waits for the service, other ranks, memory and earlier

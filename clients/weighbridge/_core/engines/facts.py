@@ -32,7 +32,7 @@ of date. ``gone``: they have not had contact for longer, or the agent has ended;
 NOT_ANSWERED = "not answered"
 """Result if the agent could not send the golden prompts to the engine."""
 MOST_BEHIND = 1000
-"""Maximum of the count of versions that an engine is behind."""
+"""Maximum for the number of versions that an engine is behind."""
 PROVED, IN_PART, FAILED, NOT_PROVED = "proved", "proved in part", "failed", "not proved"
 """Verdicts of a proof that an engine computes with a version's bytes: the engine does; it does as far as its parameters can be compared; it
 does not; or a proof was due but could not be made.

@@ -66,7 +66,7 @@ OF_AGENT = (
         optional=True,
     ),
 )
-"""Parts that an agent measures of the engine beside it."""
+"""Parts that an agent measures for its engine."""
 PARTS = (*OF_SERVICE, *OF_AGENT)
 _LAST = "resume"
 """The part after which the engine continues."""

@@ -131,7 +131,7 @@ def _matched(own: Sequence[_Identity], kept: Sequence[Mapping[str, Any]]) -> lis
             fix="build the optimizer by the settings that it was pushed with, or leave optimizer= out",
         )
     by_identity = dict(zip(there, kept, strict=True))
-    # expert parallelism splits one group into two, of which one belongs to the experts
+    # expert parallelism splits one group into two, and one of them belongs to the experts
     by_rates = {each._replace(of_experts=False): values for each, values in by_identity.items()}
     by_rates |= {each: values for each, values in by_identity.items() if not each.of_experts}
     found = [by_identity.get(each, by_rates.get(each._replace(of_experts=False))) for each in own]

@@ -12,7 +12,7 @@ from weighbridge._core.layouts import Shard, TensorSpec
 from weighbridge.errors import InvalidArgument
 
 MAX_CHUNK_BYTES = 64 << 20
-"""Maximum size of a chunk. A loading rank reads every chunk of which it needs a part completely."""
+"""Maximum size of a chunk. If a loading rank needs a part of a chunk, it reads the whole chunk."""
 
 
 def chunks_of(spec: TensorSpec, max_bytes: int = MAX_CHUNK_BYTES) -> Iterator[Shard]:

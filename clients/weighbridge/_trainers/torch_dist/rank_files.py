@@ -76,7 +76,7 @@ def read_rank_files(folder: Path) -> TorchDistCheckpoint:
 
     Raises:
         NotFound: the folder does not exist, or the file of a rank is missing.
-        DataLoss: a file is damaged, cut short, or names what is no part of such a checkpoint.
+        DataLoss: a file is damaged, cut short, or contains names that do not belong in such a checkpoint.
         InvalidArgument: a tensor has an unsupported dtype or name, or the folder contains checkpoints of several numbers of ranks.
         LayoutError: ranks disagree about a tensor, or the part that a rank holds is not known (names each tensor).
     """
