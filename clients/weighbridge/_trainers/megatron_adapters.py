@@ -344,9 +344,7 @@ def _parts(entry: Entry, fused: Collection[str]) -> Iterator[Part]:
             yield part._replace(half="", shape=shape, box=box, data=data)
             return
         inside = len(part.leading) - len(local[:_ROWS])
-        for index in itertools.product(
-            *map(range, local[:_ROWS])
-        ):  # if a tensor contains several experts
+        for index in itertools.product(*map(range, local[:_ROWS])):  # if a tensor contains several experts
             own = tuple(each + at for each, at in zip(part.leading[inside:], index, strict=True))
             yield part._replace(leading=(*part.leading[:inside], *own), data=part.data[index])
 

@@ -128,7 +128,10 @@ SET_REF = Operation(
     text="Set a tag to a version in the object store. If the change needs approvals, it must be requested: see `Client.request_ref`.",
     raises=(
         ("PermissionDenied", "the tag is protected, and no scope of this client names it"),
-        ("FailedPrecondition", "the change needs approvals, and it was not requested: see `Client.request_ref`"),
+        (
+            "FailedPrecondition",
+            "the change needs approvals, and it was not requested: see `Client.request_ref`",
+        ),
     ),
     example=(
         '>>> version = client.set_ref("acme/smol", "prod", 1)',
