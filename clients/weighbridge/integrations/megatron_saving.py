@@ -1,10 +1,9 @@
-"""Save hook of a Megatron trainer, which pushes what is saved with one line of the trainer's own.
+"""Save hook that pushes whatever a Megatron trainer saves. The trainer needs one additional line.
 
 `push_on_save` wraps ``megatron.core.dist_checkpointing.save``, through which both Megatron-LM's training loop (with
-``--ckpt-format torch_dist``, its default) and users of plain ``dist_checkpointing`` save. Of the state dict that is saved,
-the model's weights are pushed first, behind them all else that is saved as a training state, and then the save takes its course, unless it is not wanted. Taking hold there,
-rather than in a save strategy, is what works for both: only that function sees the whole state dict, the iteration included, and newer training
-loops make their strategies themselves.
+``--ckpt-format torch_dist``, its default) and users of plain ``dist_checkpointing`` save. The hook first pushes the model's weights, then the rest of
+the state dict as a training state. Then Megatron saves, unless its save is disabled. The hook wraps this function instead of a save strategy because
+only this function receives the whole state dict, with the iteration, and newer training loops create their strategies themselves.
 """
 
 from __future__ import annotations
@@ -46,11 +45,12 @@ def push_on_save(
     credentials: Credentials | None = None,
     **options: Unpack[PushOptions],
 ) -> PushOnSave:
-    """Push what is saved whenever a distributed checkpoint is saved. All ranks call it, before the first save.
+    """Push the state dict of every distributed checkpoint. All ranks call this before the first save.
 
-    Each save is a version of the model, and if an optimizer is saved with it one of its training state: the optimizer, which is pushed as it is, without what
-    Megatron gathers of it, and everything else in the state dict by its names, such as ``opt_param_scheduler``, ``rng_state`` and ``args``.
-    `TrainerClient.restore` brings it back, and so does Megatron-LM's ``--load`` of what `TrainerClient.export_training` writes.
+    Each save becomes a version of the model. If an optimizer is saved with it, the save also becomes a version of the training state. That version
+    contains the optimizer itself, without the parts that Megatron gathers, and every other entry of the state dict under its name, such as
+    ``opt_param_scheduler``, ``rng_state`` and ``args``. `TrainerClient.restore` restores it. Megatron-LM's ``--load`` also reads the files that
+    `TrainerClient.export_training` writes.
 
     Modules that import ``save`` by name have to be imported after this call.
 
@@ -60,18 +60,18 @@ def push_on_save(
         hf_dir: a folder with ``config.json`` and the tokenizer, by which rank 0 registers the model at the first save; None if
             it is registered already.
         run: name of the training run; part of the version's lineage.
-        step: returns the training step at each save. By default the state dict's ``iteration``, or else the number with
-            which the checkpoint's folder ends.
-        weights: takes the weights out of the state dict. By default what it has under ``model``, ``model0``, ``model1`` and so
-            on, as Megatron-LM names them, or else all of it.
-        training: False pushes weights alone.
-        megatron_saves: False lets Megatron write no checkpoint of what all ranks push with its training state. Whatever else is saved it writes: what could not be
-            pushed, and what has no optimizer's state.
-        strict: a push that fails, a training state that cannot be pushed, or a version that cannot be completed, raises before anything is saved, and each save waits
-            until its version is ready. Otherwise it is logged, and the save goes on.
+        step: returns the training step at each save. By default the state dict's ``iteration``, or else the number at the end of the folder's name.
+        weights: extracts the weights from the state dict. By default these are the entries ``model``, ``model0``, ``model1`` and so on, as
+            Megatron-LM names them, or else the whole dict.
+        training: False pushes only weights.
+        megatron_saves: False: Megatron does not write a checkpoint if all ranks pushed it with its training state. Megatron still writes checkpoints
+            that could not be pushed, and those without optimizer state.
+        strict: if a push fails, a training state cannot be pushed, or a version cannot be completed, an error is raised before anything is saved;
+            each save waits until its version is ready. Otherwise the failure is logged and the save continues.
         lane, retry_seconds, credentials: as for `TrainerClient`.
-        options: of each push, as for `TrainerClient.push`: ``metadata``, ``candidate``, ``allow_nonfinite``, ``max_hold_s``. A version that is held is
-            logged. ``on_failure`` is ``warn`` by default here; ``raise`` is as ``strict``, but that no save waits until its version is ready.
+        options: of each push, as for `TrainerClient.push`: ``metadata``, ``candidate``, ``allow_nonfinite``, ``max_hold_s``. Held versions are
+            logged. ``on_failure`` is ``warn`` by default here; ``raise`` is the same as ``strict``, except that a save does not wait until its
+            version is ready.
 
     Returns:
         The hook; close it, or use it as a context manager, to undo it.
@@ -100,13 +100,13 @@ def push_on_save(
 
 
 def model_weights(state_dict: Mapping[str, Any]) -> Any:
-    """The part of a state dict that holds the model: what Megatron-LM calls ``model`` or ``model<number>``, or all of it."""
+    """The part of a state dict that contains the model: Megatron-LM's ``model`` or ``model<number>``, or the whole dict."""
     found = {key: value for key, value in state_dict.items() if re.fullmatch(r"model\d*", str(key))}
     return found or state_dict
 
 
 class PushOnSave(PushHook):
-    """A hook that is in place, and what it has pushed."""
+    """An installed hook, with its pushes."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class PushOnSave(PushHook):
             module.save = self._wrapper
 
     def close(self) -> None:
-        """Undo the hook, and wait until what was pushed has arrived or failed."""
+        """Remove the hook, and wait until every push has arrived or failed."""
         self._in_place = False  # code that has wrapped or kept our wrapper meanwhile goes on calling it
         for module in self._places:
             if module.save is self._wrapper:
@@ -168,7 +168,7 @@ class PushOnSave(PushHook):
         return save
 
     def _push(self, state_dict: Mapping[str, Any], folder: str) -> bool:
-        """Push what is saved. Returns whether Megatron is to write nothing of it, the same on all ranks."""
+        """Push the state dict. Returns whether Megatron should skip its write; the value is the same on all ranks."""
         optimizer = (None, None) if self._notes is None else self._notes.taken(state_dict)
 
         def prepare() -> tuple[int, Any]:
@@ -209,7 +209,7 @@ class PushOnSave(PushHook):
         rank: int,
         world_size: int,
     ) -> SavedState | None:
-        """State that is pushed beside the weights; None if there is none. All ranks call it, and either all push a state or none does."""
+        """State that is pushed together with the weights; None if there is none. All ranks call it; either all of them push a state, or none does."""
         problem, found = "", None
         if self._notes is not None:
             try:
@@ -245,7 +245,7 @@ def _nothing_to_write(save: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def step_of(state_dict: Mapping[str, Any], folder: str) -> int:
-    """The step of what is saved in a folder: the state dict's ``iteration``, or the number with which the name ends."""
+    """The training step of a checkpoint: the state dict's ``iteration``, or the number at the end of the folder's name."""
     iteration = state_dict.get("iteration")
     if isinstance(iteration, int):
         return iteration

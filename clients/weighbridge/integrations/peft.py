@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a model with its active adapters merged, by the names that they have without adapters. The model stays as it is.
+    """The weights of a model with its active adapters merged, by the names that they have without adapters. The model is not changed.
 
-    What is not merged in place (``model.merge_adapter()``) is merged into copies, those of one layer at a time.
+    Adapters that are not already merged in place (``model.merge_adapter()``) are merged into copies, one layer at a time.
 
     Args:
-        model: what ``peft.get_peft_model`` has made, or a module around it.
+        model: a model that ``peft.get_peft_model`` returned, or a module that wraps it.
 
     Yields:
-        Names and tensors of its state dict, which alias the model's own where nothing had to be merged; DTensors as they are, whose ranks
-        all take the same steps.
+        Names and tensors of its state dict. Tensors that needed no merge alias the model's own. DTensors are yielded unchanged; all their ranks must
+        iterate in step.
 
     Raises:
         LayoutError: peft cannot merge an adapter, or active adapters are merged in part; names the layers.

@@ -1,6 +1,6 @@
 """Updater of weights for slime and Miles: Megatron ranks push the shards that they hold, and each rank of SGLang pulls its own slices.
 
-``--custom-megatron-init-path weighbridge.integrations.slime.init`` puts it in the place of ``UpdateWeightFromDistributed`` in each trainer actor.
+``--custom-megatron-init-path weighbridge.integrations.slime.init`` replaces ``UpdateWeightFromDistributed`` with it in each trainer actor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weighbridge.integrations.engine_rank.agreement import ProcessGroup, RanksFa
 from weighbridge.integrations.weight_updates import TICKET, PluginSettings, Update
 
 NAME = "weighbridge"
-"""Name of the argument that has the settings."""
+"""Name of the argument that contains the settings."""
 _FRAMEWORKS = ("slime", "miles")
 _REPLACED = "UpdateWeightFromDistributed"
 _CHOSEN_BY = {
@@ -38,15 +38,15 @@ _CHOSEN_BY = {
     "update_weight_transport": "nccl",
     "update_weight_transfer_mode": "broadcast",
 }
-"""Values of slime's and Miles's arguments that choose this updater; each has a subset of them."""
+"""Values of slime's and Miles's arguments that choose this updater; each framework supports a subset of them."""
 
 
 def init(args: Namespace) -> None:
-    """Install the updater, for ``--custom-megatron-init-path``: from now on the trainer actor of this process makes a `WeighbridgeUpdater`.
+    """Install the updater, for ``--custom-megatron-init-path``: from now on the trainer actor of this process creates a `WeighbridgeUpdater`.
 
     Raises:
-        InvalidArgument: the arguments have no settings, or choose another updater.
-        FailedPrecondition: this is no trainer actor of slime or Miles, or its updaters have other names.
+        InvalidArgument: the arguments contain no settings, or choose another updater.
+        FailedPrecondition: this process is not a trainer actor of slime or Miles, or its updaters have unknown names.
     """
     Settings.of(args)
     if getattr(args, "colocate", False):
@@ -70,10 +70,10 @@ class Settings(PluginSettings):
     """Settings under ``weighbridge`` in a file of ``--custom-config-path``. The folder is by default that of ``--hf-checkpoint``.
 
     Attributes:
-        pause_mode: what happens to requests under way, as for `SglangServer`; by default Miles's ``--pause-generation-mode``, or ``abort``,
+        pause_mode: what happens to running requests, as for `SglangServer`; by default Miles's ``--pause-generation-mode``, or ``abort``,
             as slime does.
-        timeout_seconds: of each call of an engine; for its fetching a version, of all of it.
-        push_timeout_seconds: within which all ranks' shards must have arrived; by default less than the 30 minutes after which gloo's ranks
+        timeout_seconds: timeout of each call to an engine; for a fetch of a version, of the whole fetch.
+        push_timeout_seconds: time within which the shards of all ranks must arrive; by default less than the 30 minutes after which gloo's ranks
             give up waiting for each other.
     """
 
@@ -109,22 +109,22 @@ class Settings(PluginSettings):
 
 
 class WeighbridgeUpdater:
-    """One Megatron rank's updater. Every update is a version of the model, whose step is the update's number.
+    """Updater of one Megatron rank. Every update becomes a version of the model. The version's step is the number of the update.
 
     Args:
         args: slime's or Miles's arguments.
         model: this rank's chunks.
-        weights_getter, model_name: of gathered weights; not used.
+        weights_getter, model_name: for gathered weights; not used.
         quantization_config: of the checkpoint that engines start from.
         is_lora: whether only adapters are trained.
-        group: gives the group by which ranks agree, of all ranks and over host memory; by default the default group.
+        group: returns the group in which the ranks agree. It contains all ranks and communicates over host memory; by default the default group.
 
     Attributes:
-        weight_version: number of the newest update; slime sets it when training goes on.
+        weight_version: number of the newest update; slime sets it when training resumes.
         pushed: this rank's newest push.
 
     Raises:
-        InvalidArgument: as `Settings.of`; or engines want weights that are quantised, or adapters.
+        InvalidArgument: as `Settings.of`; or the engines require quantised weights, or adapters.
     """
 
     def __init__(
@@ -167,9 +167,9 @@ class WeighbridgeUpdater:
         engine_gpu_offsets: Sequence[int] | None = None,
         engine_parallel_configs: Sequence[Mapping[str, object]] | None = None,
     ) -> None:
-        """Record the engines: Ray's handles. The first rank asks them where their servers are when it updates them.
+        """Record the Ray handles of the engines. When the first rank updates the engines, it asks them for the addresses of their servers.
 
-        The other arguments are for groups of GPUs, and not used.
+        The other arguments are for GPU groups and are not used.
         """
         self._handles, self._servers, self._fresh = rollout_engines, None, True
 
@@ -182,23 +182,24 @@ class WeighbridgeUpdater:
         return self._fresh
 
     def mark_engine_connection_stale(self) -> None:
-        """Want the engines named again (Miles)."""
+        """Require that the engines are passed again (Miles)."""
         self._fresh = False
 
     def pop_metrics(self) -> dict[str, float]:
-        """The newest update's, on all ranks, once: the version's number and whether it is held, seconds until it could be pulled, seconds and
-        bytes of engines that fetched it, and seconds in which they stood still."""
+        """Metrics of the newest update, returned once on each rank: the version's number and whether it is held, seconds until it could be pulled,
+        seconds and bytes of the engines' fetches, and seconds for which the engines were paused.
+        """
         found, self._metrics = self._metrics, {}
         return found
 
     def update_weights(self) -> None:
-        """Push this rank's shards, and take all engines to the version that the ranks make together. All ranks call it.
+        """Push this rank's shards, and update all engines to the version that the ranks push together. All ranks call it.
 
-        Engines serve until the last of them has its bytes; then they are paused, get them and go on.
+        Engines serve until the last of them has fetched its bytes; then they pause, apply the bytes and resume.
 
         Raises:
-            RanksFailed: on all ranks. A rank cannot push, the version could not be completed, or an engine has not taken it; says which, and why.
-                Engines that can go on do so, and none was touched before the version was complete.
+            RanksFailed: on all ranks. A rank cannot push, the version could not be completed, or an engine did not apply it; states which, and why.
+                Engines that can resume do so. No engine was changed before the version was complete.
         """
         self.weight_version += 1
         ranks = ProcessGroup(self._group())
@@ -211,8 +212,8 @@ class WeighbridgeUpdater:
             raise
 
     def _begin(self) -> str:
-        """Find out whether this rank can push, before the first update and after one that failed: the others would wait for it. The first rank
-        registers the model if that has not been done.
+        """Check that this rank can push, before the first update and after a failed one: otherwise the other ranks would wait for it. The first rank
+        registers the model if it is not registered yet.
 
         Returns:
             Ticket that, with the number of the update, joins the ranks' pushes into one version.
@@ -230,7 +231,7 @@ class WeighbridgeUpdater:
         return sharded_chunks(self._model)
 
     def _move(self) -> dict[str, float]:
-        """Push this rank's shards and, on the first rank, take the engines to the version. Returns the metrics there."""
+        """Push this rank's shards and, on the first rank, update the engines to the version. The first rank returns the metrics."""
         started = time.monotonic()
         ranks = ProcessGroup(self._group())
         ticket = f"{self._ticket}/{self.weight_version}"
@@ -253,7 +254,7 @@ class WeighbridgeUpdater:
         return self._bring(version, time.monotonic() - started)
 
     def _bring(self, version: Version, push_seconds: float) -> dict[str, float]:
-        """Take the engines to a version, by the label that slime and Miles compare. Returns the update's metrics."""
+        """Update the engines to a version, under the label that slime and Miles compare. Returns the update's metrics."""
         if self._servers is None:
             self._servers = self._connected()
         done = update(self._servers, version.number, str(self.weight_version))
@@ -272,7 +273,7 @@ class WeighbridgeUpdater:
 
         Raises:
             FailedPrecondition: no engine has a server that an update could reach.
-            DeadlineExceeded: an engine's actor does not say where its server is.
+            DeadlineExceeded: the actor of an engine does not report the address of its server.
         """
         urls = _urls(self._handles or (), self._settings.timeout_seconds)
         if not urls:
@@ -296,7 +297,7 @@ class WeighbridgeUpdater:
 
 
 def _trainer_actor() -> tuple[str, ModuleType]:
-    """The framework of this process, and the module whose class is the trainer actor: it has the name of the updater that is to be replaced."""
+    """The framework of this process, and the module that defines the trainer actor. The module contains the name of the updater to replace."""
     for framework in _FRAMEWORKS:
         module = sys.modules.get(f"{framework}.backends.megatron_utils.actor")
         if module is not None and hasattr(module, _REPLACED):
@@ -308,7 +309,7 @@ def _trainer_actor() -> tuple[str, ModuleType]:
 
 
 def _urls(engines: Sequence[Any], timeout: float) -> list[str]:
-    """URLs of the servers of engines; a part of an engine that is on another node than its server has none."""
+    """Server URLs of the engines. A part of an engine that runs on a different node than its server has no URL."""
     asked = [
         engine.get_url.remote() if hasattr(engine, "get_url") else engine.get_topology_info.remote()
         for engine in engines

@@ -1,7 +1,7 @@
 """Weight updates of RL frameworks: the ranks that train push a version, and the workers of rollouts pull it.
 
-A framework gives both sides the ticket of an update, and nothing about the other side. The version has the ticket among its metadata:
-a worker finds the version by it while it is still being pushed, and learns at once if it fails.
+A framework gives both sides the ticket of an update, and nothing about the other side. The version's metadata contains the ticket. A worker finds the
+version by its ticket while it is still being pushed, and learns at once if the push fails.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ if TYPE_CHECKING:
     import torch
 
 TICKET = "weighbridge/update"
-"""The key under which a version's metadata has the ticket of its update."""
+"""Metadata key of a version for the ticket of its update."""
 _NEWEST = 16
-"""Number of the newest versions among which an update is looked for."""
+"""Number of newest versions that are searched for an update."""
 _PAUSES = (0.05, 1.0)
-"""Seconds between two looks, at first and at the most."""
+"""Seconds between two searches: initially, and at most."""
 _LOOK_SECONDS = 15.0
-"""Time for which a version is waited for before each check whether its update is superseded."""
+"""Seconds to wait for a version before checking again whether its update is superseded."""
 
 
 _BUFFER_BYTES = (2 << 20, 256 << 20)
-"""Bytes of the buffers of a rank that trains, at the least and at the most."""
+"""Buffer size of a training rank in bytes: minimum and maximum."""
 
 
 def buffers_within(bucket_bytes: int) -> int:
-    """Bytes of the buffers of a push that may need a bucket in all: the other half is for what gRPC holds."""
+    """Buffer bytes of a push whose total need is limited to a bucket. The other half of the bucket is left for data that gRPC holds."""
     least, most = _BUFFER_BYTES
     return min(max(bucket_bytes // 2, least), most)
 
 
 @dataclass(frozen=True)
 class UpdateSettings(ModelSource):
-    """Settings of the adapters to RL frameworks: what the ranks that train, and the engines, have to know. Adapters add what is their own.
+    """Settings that training ranks and engines need, common to all RL frameworks. The adapter for each framework adds its own.
 
     Attributes:
         engine_server: how engines and rollouts reach the service, if not as trainers do.
         hf_dir: folder with ``config.json`` and the tokenizer, by which the model is registered; not needed if it is registered.
-        dtype: that it is registered with, such as ``bf16``; by default what the folder says.
+        dtype: dtype to register the model with, such as ``bf16``; by default the dtype in the folder's config.
         run: name of the training run; part of the versions' lineage.
         cast: which casts to the registered dtype a push may make, as for `TrainerClient.push_state_dict`.
     """
@@ -77,11 +77,11 @@ class UpdateSettings(ModelSource):
 
 @dataclass(frozen=True)
 class PluginSettings(UpdateSettings):
-    """Settings where the engines have weighbridge's plug-in, and take versions themselves.
+    """Settings for frameworks whose engines run weighbridge's plug-in and fetch versions themselves.
 
     Attributes:
-        stale_drafter: policy for updates that leave the drafter of speculative decoding behind: engines ``refuse`` or ``allow`` them; None leaves
-            what they were started with.
+        stale_drafter: policy for updates that leave the drafter of speculative decoding behind: engines ``refuse`` or ``allow`` them; None keeps the
+            policy that the engines were started with.
     """
 
     stale_drafter: str | None = None
@@ -92,12 +92,12 @@ class PluginSettings(UpdateSettings):
 
     @property
     def drafter(self) -> StaleDrafter | None:
-        """The same, as drivers of engines take it."""
+        """The same policy, as the type that engine drivers accept."""
         return None if self.stale_drafter is None else stale_drafter_of(self.stale_drafter)
 
     @property
     def init_info(self) -> dict[str, str]:
-        """Settings by which an engine finds where versions come from."""
+        """Settings from which an engine learns where versions come from."""
         said = {} if self.stale_drafter is None else {"stale_drafter": self.stale_drafter}
         return {**self.of_engines.init_info, **said}
 
@@ -107,8 +107,8 @@ class WorkerSettings(UpdateSettings):
     """Settings of a worker that pushes or pulls what its framework hands to it.
 
     Attributes:
-        device: where rollouts get their tensors; by default on the device that the framework uses.
-        timeout_seconds: within which the ranks that train must have begun to push, once rollouts wait for it.
+        device: device on which rollouts receive their tensors; by default the device that the framework uses.
+        timeout_seconds: how long rollouts wait for the training ranks to begin their push.
     """
 
     device: str | None = None
@@ -121,7 +121,7 @@ class Update:
 
     Attributes:
         ticket: id that the ranks that train give the version.
-        version: its number, or a ref, if that is known; it is not looked for then.
+        version: its number, or a ref, if that is known; the version is then not searched for.
     """
 
     ticket: str
@@ -135,7 +135,7 @@ class Update:
 
 @contextmanager
 def taken_to_the_end(weights: Iterable[object]) -> Iterator[None]:
-    """If the block fails, take the rest of what ranks gather together: the others would wait for this one for ever."""
+    """If the block fails, consume the remaining gathered tensors; otherwise the other ranks would wait for this one forever."""
     try:
         yield
     except Exception:
@@ -145,7 +145,7 @@ def taken_to_the_end(weights: Iterable[object]) -> Iterator[None]:
 
 
 class UpdateSender:
-    """One of the ranks that train.
+    """A training rank.
 
     Args:
         settings: where and how it pushes.
@@ -162,7 +162,7 @@ class UpdateSender:
         self._sent = 0
 
     def register(self) -> None:
-        """Register the model, if there is a folder and this has not been done; as `TrainerClient.register_model`."""
+        """Register the model if a folder was given and the model is not registered yet; as `TrainerClient.register_model`."""
         folder = self.settings.hf_dir
         if folder is not None and not self._registered:
             self._client.register_model(self._model, folder, dtype=self.settings.dtype)
@@ -198,14 +198,14 @@ class UpdateSender:
         buffer_bytes: int,
         held: Iterable[str] | None = None,
     ) -> PushHandle:
-        """Push this rank's share of tensors that all ranks gather. All of them are taken in any case, also if the push fails.
+        """Push this rank's share of tensors that all ranks gather. All tensors are consumed, even if the push fails.
 
         Args:
             update: the update, the same on all ranks; None if the framework gives the ranks no ticket: they then find each other by the step.
             weights: name and whole tensor of each.
-            step: the training step; by default how many updates this rank has sent.
-            rank, ranks: which rank of how many this is.
-            buffer_bytes: host memory for what is sent by gRPC.
+            step: the training step; by default the number of updates that this rank has sent.
+            rank, ranks: this rank, and the number of ranks.
+            buffer_bytes: host memory for data that is sent by gRPC.
             held: as for `TrainerClient.push_gathered`.
 
         Raises:
@@ -226,16 +226,16 @@ class UpdateSender:
         )
 
     def close(self) -> None:
-        """Wait until what was sent has arrived or failed."""
+        """Wait until every push has arrived or failed."""
         self._client.close()
 
 
 class UpdateReceiver:
-    """One of the workers of rollouts.
+    """A rollout worker.
 
     Args:
         source: service and model.
-        timeout: seconds within which the ranks that train must have begun to push.
+        timeout: seconds to wait for the training ranks to begin their push.
     """
 
     def __init__(self, source: ModelSource, *, timeout: float) -> None:
@@ -245,18 +245,18 @@ class UpdateReceiver:
     async def receive(
         self, update: Update, device: torch.device, superseded: Callable[[], bool]
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Wait until an update is complete, and bring its tensors, each once the previous one has been taken; on GPUs some 64 MB sooner.
+        """Wait until an update is complete, and yield its tensors. Each is fetched once the previous one was consumed; on GPUs about 64 MB earlier.
 
         Args:
             update: which one.
-            device: where the tensors are to be. On the CPU they are views of the version if it lies on this machine.
+            device: device for the tensors. On the CPU they are views of the version if it is stored on this machine.
             superseded: whether no worker waits for the update any more.
 
         Raises:
-            VersionFailed: it could not be completed; says why.
-            NotFound: no such model; or the service was restarted and has lost the version.
-            DeadlineExceeded: the ranks that train have not begun in time.
-            FailedPrecondition: it is superseded.
+            VersionFailed: the version could not be completed; states why.
+            NotFound: the model does not exist, or the service was restarted and has lost the version.
+            DeadlineExceeded: the training ranks did not begin in time.
+            FailedPrecondition: the update is superseded.
         """
         source = self._source
         async with AsyncEngineClient(
@@ -280,7 +280,7 @@ class UpdateReceiver:
             return number
 
     async def _found(self, client: AsyncEngineClient, update: Update, superseded: Callable[[], bool]) -> int:
-        """Number of the version that an update has become. Found by its ticket, since any of the ranks that train may have opened it."""
+        """Number of the version that belongs to an update. It is found by its ticket, because any training rank may have opened it."""
         model = self._source.model
         deadline = time.monotonic() + self._timeout
         pause, longest = _PAUSES
@@ -304,7 +304,7 @@ def _check(superseded: Callable[[], bool]) -> None:
 
 
 class UpdateWorker:
-    """One worker of a job whose framework has each worker push or pull: a rank that trains, or one of rollouts.
+    """One worker of a job whose framework makes each worker push or pull: a training rank or a rollout worker.
 
     Args:
         settings: of all workers.
@@ -325,7 +325,7 @@ class UpdateWorker:
 
         Args:
             update, weights, step: as for `UpdateSender.send`.
-            bucket: bytes that the push may need beside the tensor that it is given.
+            bucket: bytes that the push may use in addition to the tensor that it receives.
 
         Raises:
             As `TrainerClient.push_gathered`, and VersionFailed: the version could not be completed.

@@ -1,4 +1,4 @@
-"""Models of transformers that start from the service, and go to any version in place.
+"""Models of transformers that load from the service and update to any version in place.
 
 ::
 
@@ -6,7 +6,8 @@
     tokenizer = tokenizer_from_weighbridge("acme/smol")
     update(model, "latest")
 
-`trainer_callback.PushCallback` pushes from transformers' ``Trainer``. With ``tp_plan="auto"`` under torchrun each rank brings only what transformers' own plan gives it.
+`trainer_callback.PushCallback` pushes from transformers' ``Trainer``. With ``tp_plan="auto"`` under torchrun, each rank fetches only the slices that
+transformers' own plan assigns to it.
 """
 
 # May import: `engine_rank`, `guarded_pushes`, `_lazy`, `_clients` and folders below, and transformers.
@@ -82,34 +83,36 @@ def from_weighbridge(
     adapter_name: str = "default",
     **options: Any,
 ) -> PreTrainedModel:
-    """A model with the weights of a version, as ``from_pretrained`` would make it of that version's folder.
+    """A model with the weights of a version, as ``from_pretrained`` would load it from a folder with that version.
 
-    For an adapter's version, it is the ``PeftModel`` on the base version that it names; the further arguments are those of the base.
+    If the version is an adapter, returns a ``PeftModel`` on the base version that the adapter names; the other arguments apply to the base.
 
     Args:
-        name: ``namespace/name@version``; without a version the latest.
-        server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Or a client, which stays open as long
-            as the model is to be updated.
+        name: ``namespace/name@version``; the latest version if none is given.
+        server: ``host:port`` of the gRPC endpoint; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Or a client, which must stay open as long
+            as the model is updated.
         model_class: a class of models or an auto class; by default the one that the version's config.json names.
         config: used instead of the version's.
-        dtype: of the parameters, as for ``from_pretrained``, or a name such as ``bf16``; None is the config's.
-        torch_dtype: its older name; ``dtype`` counts if both are given.
-        device_map: one device for all of the model; parameters are made there, not in host memory first. ``auto`` is the only accelerator of
-            this machine, or the CPU.
-        tp_plan, tp_size: as for ``from_pretrained``: spread the model over the ranks of torch.distributed, all of which call this.
-        strict: refuse a version that lacks something of the model, or has something that the model has no place for; otherwise the
-            first is initialised by transformers, the second left out.
+        dtype: dtype of the parameters, as for ``from_pretrained``, or a name such as ``bf16``; None for the config's.
+        torch_dtype: its older name; ``dtype`` takes precedence.
+        device_map: one device for the whole model; parameters are allocated there directly, not in host memory first. ``auto`` is the only
+            accelerator of this machine, or the CPU.
+        tp_plan, tp_size: as for ``from_pretrained``: shard the model over the ranks of torch.distributed. All ranks call this.
+        strict: refuse a version that lacks parameters of the model, or contains tensors that the model does not have. Otherwise transformers
+            initialises missing parameters, and extra tensors are ignored.
         lane: as for `EngineClient`.
-        base: an existing model, to which an adapter is attached instead of its base version: one of transformers, or a ``PeftModel``, which
-            gets a further adapter. Its version is compared if it came from the service; otherwise it is unknown, which is logged.
-        adapter_name: what peft calls the adapter.
+        base: an existing model, to which an adapter is attached instead of its base version: a transformers model, or a ``PeftModel``, which gets an
+            additional adapter. Its version is compared if it came from the service; otherwise a log message states that it is unknown.
+        adapter_name: name of the adapter in peft.
         options: further arguments of ``from_pretrained``, such as ``attn_implementation``. Those that are attributes of the version's config, such as
-            ``use_cache`` or ``num_labels``, replace what it says, unless ``config`` is given.
+            ``use_cache`` or ``num_labels``, override its values, unless ``config`` is given.
 
     Raises:
-        InvalidArgument: an option asks for what a version does not have, such as ``subfolder``, or the model would be spread over devices; names it.
-        NotFound: no such model or version; or the base of an adapter was deleted.
-        FailedPrecondition: the version does not fit the model; names the tensors. Or the model is quantised; or the adapter is on another version than ``base``.
+        InvalidArgument: an option requests something that versions do not have, such as ``subfolder``, or would spread the model over several
+            devices; names the option.
+        NotFound: the model or version does not exist, or the base of an adapter was deleted.
+        FailedPrecondition: the version does not fit the model; names the tensors. Or the model is quantised; or the adapter belongs to a different
+            version than ``base``.
         WeighbridgeError: the service could not be reached, or has gone.
 
     Examples:
@@ -149,14 +152,14 @@ def from_weighbridge(
         tensors = Source(client, model_name, version.number).tensors()
         model, missing = recipe.build(dict(tensors))
     if generation is not None and model.can_generate():
-        # as an option of from_pretrained it would lose what generate() asks it for
+        # passed as an option of from_pretrained, it would lose attributes that generate() needs
         model.generation_config = generation
     model.config.name_or_path = model.name_or_path = model_name
     materialise(model, single_device(device_map, sum(each.nbytes for each in weights_of(model).values())))
     live = _live[model] = LiveModel(
         TransformersModel(model, recipe, missing, several=several), model_name, client
     )
-    # transformers may have been the first to let the ranks know of each other
+    # transformers may only now have initialised the process group
     live._start(from_first(ranks_of(several), lambda: version).number)
     return model
 
@@ -164,13 +167,13 @@ def from_weighbridge(
 def attach(
     model: PreTrainedModel, name: str, server: str | None = None, *, lane: str | None = None, **options: Any
 ) -> LiveModel:
-    """Let a model that was loaded from elsewhere be updated from the service.
+    """Make a model that was loaded from another source updatable from the service.
 
     Args:
         model: a live transformers model.
         name: ``namespace/name``.
         server, lane: as for `from_weighbridge`.
-        options: the arguments of ``from_pretrained`` with which its weights were spread over ranks, such as ``tp_plan``.
+        options: the arguments of ``from_pretrained`` that sharded its weights over ranks, such as ``tp_plan``.
     """
     recipe = Recipe(type(model), model.config, options=options)
     described = TransformersModel(model, recipe, several=bool(options), cast=True)
@@ -181,7 +184,7 @@ def attach(
 def _with_adapter(
     client: EngineClient, version: Version, on: BaseVersion, base: Any, adapter_name: str
 ) -> Any:
-    """A model with the adapter of a version, that is on the version ``on``."""
+    """A model with the adapter of a version. The adapter's base is the version ``on``."""
     check_attachable(base, adapter_name)
     below = _live.get(getattr(base, "get_base_model", lambda: base)())
     held = below.version if below is not None else None
@@ -206,17 +209,18 @@ def _with_adapter(
 def update(
     model: PreTrainedModel, version: str | int = "latest", *, adapter_name: str = "default"
 ) -> Version:
-    """Take a live model to a version, in place; as `LiveModel.update`.
+    """Update a live model to a version in place; as `LiveModel.update`.
 
-    If the model has an adapter from the service, that adapter goes to another version of its own on the same base. Nothing may compute meanwhile.
+    If the model has an adapter from the service, the adapter is updated to another of its versions on the same base. The model must not compute
+    during the update.
 
     Args:
-        model: what `from_weighbridge` gave, or `attach` was given.
+        model: a model that `from_weighbridge` returned or that was passed to `attach`.
         version: a number or a ref.
         adapter_name: which adapter of a model with adapters.
 
     Raises:
-        FailedPrecondition: the version of an adapter is on another base, names both; or as for `LiveModel.update`.
+        FailedPrecondition: the adapter's version has a different base (the error names both); or as for `LiveModel.update`.
     """
     found = _adapters.get(model, {}).get(adapter_name)
     return live_model(model).update(version) if found is None else found.update(model, adapter_name, version)
@@ -226,7 +230,7 @@ def live_model(model: PreTrainedModel) -> LiveModel:
     """`LiveModel` of a model that came from `from_weighbridge` or was given to `attach`.
 
     Raises:
-        FailedPrecondition: the model is another one.
+        FailedPrecondition: the model is not one of these.
     """
     found = _live.get(model)
     if found is None:
@@ -246,7 +250,7 @@ def tokenizer_from_weighbridge(
         options: further arguments of ``AutoTokenizer.from_pretrained``.
 
     Raises:
-        NotFound: no such model or version, or it has no tokenizer; says which files it has.
+        NotFound: the model or version does not exist, or it has no tokenizer; lists the files that it has.
     """
     from transformers import AutoTokenizer
 
@@ -256,7 +260,7 @@ def tokenizer_from_weighbridge(
         _side_files(client, model_name, client.version(model_name, asked or "latest").number) as folder,
     ):
         found = sorted(path.name for path in Path(folder).iterdir())
-        if not has_tokenizer(found):  # transformers would make one up, or fail without saying why
+        if not has_tokenizer(found):  # transformers would invent one, or fail without a reason
             raise NotFound(
                 f"{model_name} has no tokenizer: its files besides the weights are {', '.join(found)}",
                 fix="save the tokenizer to a folder with config.json, register_model(name, folder), and push again; or load the tokenizer from where "
@@ -268,11 +272,11 @@ def tokenizer_from_weighbridge(
 
 
 class LiveModel:
-    """A transformers model, and the version that it has.
+    """A transformers model and its current version.
 
     Attributes:
         name: ``namespace/name``.
-        rank: this process's part of it.
+        rank: the part of the model in this process.
     """
 
     def __init__(self, model: TransformersModel, name: str, client: EngineClient) -> None:
@@ -285,18 +289,18 @@ class LiveModel:
 
     @property
     def version(self) -> Version | None:
-        """Version whose weights it has; None if it had none of the service's yet, or an update broke off and there was no way back."""
+        """Version of its weights; None if it has no version from the service yet, or an update failed midway and could not be rolled back."""
         return self.rank.held.version if self.rank.held is not None else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the version cost this rank."""
+        """Bytes that this rank fetched for the version."""
         return self.rank.held.nbytes if self.rank.held is not None else 0
 
     def update(self, version: str | int = "latest") -> Version:
-        """Take the model to a version, in place. No parameter is touched before all bytes are here; nothing may compute meanwhile.
+        """Update the model to a version in place. Parameters are changed only after all bytes have arrived. The model must not compute meanwhile.
 
-        If the model is spread over ranks, all ranks call it; if one of them fails, none updates.
+        If the model is sharded over ranks, all ranks call it; if one of them fails, none updates.
 
         Args:
             version: a number or a ref.
@@ -305,9 +309,9 @@ class LiveModel:
             The version that the model has now.
 
         Raises:
-            NotFound: no such version, or it lacks a tensor of the model; names it.
-            FailedPrecondition: the version does not fit the model, names the tensors; or another update is under way.
-            WeighbridgeError: the service could not be reached, or has gone. Whatever is raised, the model keeps its version.
+            NotFound: the version does not exist, or it lacks a tensor of the model; names it.
+            FailedPrecondition: the version does not fit the model (the error names the tensors), or another update is running.
+            WeighbridgeError: the service is unreachable, or the connection was lost. Whatever is raised, the model keeps its version.
         """
         if not self._updating.acquire(blocking=False):
             raise FailedPrecondition(f"another update of this {self.name} is under way", fix="wait for it")
@@ -325,7 +329,7 @@ class LiveModel:
             self._updating.release()
 
     def _start(self, number: int) -> None:
-        """Bring the first version straight to the parameters, which hold nothing yet."""
+        """Load the first version directly into the parameters, which are still empty."""
         source, recording = self.rank.load(ModelSource(self.name), number)
         if recording is not None and self.rank.held is not None:
             self._engine.load(iter(self._engine.bring_rest(self.rank.client(), source, recording)))
@@ -333,7 +337,7 @@ class LiveModel:
 
 
 def _parallelism(tp_plan: Any, tp_size: int | None) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` for tensor parallelism: transformers 5 has a class for them."""
+    """Arguments of ``from_pretrained`` for tensor parallelism. Transformers 5 has a class for them."""
     if tp_plan is None:
         return {}
     from transformers.distributed import DistributedConfig
@@ -345,7 +349,7 @@ def _parallelism(tp_plan: Any, tp_size: int | None) -> dict[str, Any]:
 
 @contextmanager
 def _side_files(client: EngineClient, model: str, number: int) -> Iterator[str]:
-    """A folder with the files of a version besides its weights."""
+    """A folder with the files of a version other than its weights."""
     with tempfile.TemporaryDirectory(prefix="weighbridge-") as folder:
         write_side_files(Path(folder), client.model_files(model, number))
         yield folder

@@ -1,4 +1,4 @@
-"""Golden prompts made of a model of transformers: log probabilities that it gives the tokens of prompts, and prompts that it writes itself."""
+"""Golden prompts from a transformers model: log probabilities of the tokens of given prompts, and prompts that the model generates."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 def golden_prompts(model: Any, prompts: Iterable[Sequence[int]]) -> list[GoldenPrompt]:
-    """Golden prompts, as `TrainerClient.push` takes them: each prompt with the log probabilities that the model gives its tokens.
+    """Golden prompts for `TrainerClient.push`: each prompt with the log probabilities that the model assigns to its tokens.
 
-    Computed in the model's own dtype, and the softmax in float32. Of a model that is spread over ranks all call it.
+    The model computes in its own dtype, the softmax in float32. If the model is sharded over ranks, all ranks call this.
 
     Args:
-        model: a causal language model: called with ``input_ids`` of shape (1, tokens), it gives ``logits`` of shape (1, tokens, vocabulary). Its mode
-            (``train`` or ``eval``) is as before afterwards.
+        model: a causal language model: called with ``input_ids`` of shape (1, tokens), it returns ``logits`` of shape (1, tokens, vocabulary). Its
+            mode (``train`` or ``eval``) is restored afterwards.
         prompts: token ids of each, 2 to 256.
 
     Raises:
-        InvalidArgument: a prompt has other numbers of tokens, or one is outside the vocabulary.
+        InvalidArgument: a prompt has fewer or more tokens, or a token is outside the vocabulary.
     """
     found = []
     with _evaluating(model):
@@ -41,16 +41,16 @@ def golden_prompts(model: Any, prompts: Iterable[Sequence[int]]) -> list[GoldenP
 
 
 def written_prompts(model: Any, count: int, tokens: int, seed: int = 0) -> list[list[int]]:
-    """Prompts that a model writes itself: tokens drawn by its probabilities behind a random first one.
+    """Prompts that a model generates itself: after a random first token, tokens are sampled from its probabilities.
 
     Args:
-        model: of transformers, with ``generate``.
+        model: a transformers model with ``generate``.
         count: how many.
         tokens: length of each, 2 to 256.
-        seed: the same gives the same prompts of the same model.
+        seed: random seed; the same seed and model give the same prompts.
 
     Raises:
-        InvalidArgument: they are to have other numbers of tokens.
+        InvalidArgument: ``tokens`` is out of range.
     """
     if not 2 <= tokens <= MOST_TOKENS:
         raise InvalidArgument(f"golden prompts cannot have {tokens} tokens", fix=f"use 2 to {MOST_TOKENS}")

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class TransformersModel(EngineModel):
-    """A model that ``from_pretrained`` has made; it is not kept alive.
+    """A model that ``from_pretrained`` created. Only a weak reference to it is kept.
 
     Args:
         model: the model.
-        recipe: by which transformers makes it.
-        missing: names of parameters that nothing of a version goes to.
-        several: whether it is spread over the ranks of torch.distributed.
-        cast: whether its dtype may be another one than the recipe's.
+        recipe: how transformers builds it.
+        missing: names of parameters that receive nothing from a version.
+        several: whether it is sharded over the ranks of torch.distributed.
+        cast: whether its dtype may differ from the recipe's.
     """
 
     kind = "transformers"
@@ -57,7 +57,7 @@ class TransformersModel(EngineModel):
         """The model.
 
         Raises:
-            FailedPrecondition: it is gone.
+            FailedPrecondition: it was garbage-collected.
         """
         model = self._alive()
         if model is None:
@@ -66,7 +66,7 @@ class TransformersModel(EngineModel):
 
     @property
     def ranks(self) -> Ranks:
-        """Those of torch.distributed, if the model is spread over them."""
+        """The ranks of torch.distributed if the model is sharded over them."""
         return ranks_of(self._several)
 
     @property
@@ -75,14 +75,14 @@ class TransformersModel(EngineModel):
         return None
 
     def configuration(self) -> str:
-        """Layout of the weights, as text: a model that was cast since is recorded again."""
+        """Layout of the weights as a string. It changes if the model is cast, so that the loader is recorded again."""
         return str({name: tuple(Shape.of(tensor)) for name, tensor in self.targets().items()})
 
     def targets(self) -> Mapping[str, torch.Tensor]:
-        """Parameters and persistent buffers that a version has something for.
+        """Parameters and persistent buffers that a version fills.
 
         Raises:
-            FailedPrecondition: peft has given the model adapters: versions have weights without, or with all of them merged.
+            FailedPrecondition: peft has given the model adapters: versions contain weights without adapters, or with all of them merged.
         """
         if has_adapters(self.model):
             raise FailedPrecondition(
@@ -92,7 +92,7 @@ class TransformersModel(EngineModel):
         return {name: t for name, t in weights_of(self.model).items() if name not in self._missing}
 
     def record(self, source: lazy.Source) -> lazy.Recording:
-        """Record what transformers takes of the version's tensors."""
+        """Record which parts of the version's tensors transformers reads."""
         weights = self.targets()
         if self._cast:  # weights must not be rounded to a dtype that the model does not have
             dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
@@ -101,7 +101,7 @@ class TransformersModel(EngineModel):
         return self._recipe.record(source.specs, weights)
 
     def bring_rest(self, client: EngineClient, source: lazy.Source, recording: lazy.Recording) -> Rest:
-        """Parameters whose way could not be recorded, as transformers fills them."""
+        """Values, as transformers computes them, of parameters for which recording failed."""
         if not recording.unrecorded:
             return []
         weights, built = self.targets(), weights_of(self._recipe.build(dict(source.tensors()))[0])
@@ -112,7 +112,7 @@ class TransformersModel(EngineModel):
         ]
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Copy to the parameters, which stay the same tensors, what `bring_rest` gave."""
+        """Copy the values from `bring_rest` into the existing parameter tensors."""
         weights = self.targets()
         with torch.no_grad():
             for name, tensor in tensors:
@@ -120,5 +120,5 @@ class TransformersModel(EngineModel):
 
 
 def ranks_of(several: bool) -> Ranks:  # what is asked about
-    """The ranks of torch.distributed if a model is spread over them, and they know of each other."""
+    """The ranks of torch.distributed if a model is sharded over them and the process group is initialised."""
     return ProcessGroup() if several and dist.is_initialized() else OneRank()
