@@ -8,6 +8,6 @@ from pathlib import PurePath
 
 
 def step_named(name: str | os.PathLike[str]) -> int | None:
-    """The training step that a checkpoint's name says: the number with which it ends, or None."""
+    """The training step in a checkpoint's name: the number at its end, or None."""
     number = re.search(r"\d+$", PurePath(name).name)
     return None if number is None else int(number[0])

@@ -1,6 +1,6 @@
 """Agreement between the ranks of an engine: a step that fails on one of them is raised on all.
 
-No rank touches a parameter, or keeps what it has touched, before it has heard that all the others could do the same.
+A rank changes parameters, or keeps changes, only after all other ranks reported that they can do the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """Ranks that one model is spread over, as one of them sees them."""
+    """The ranks that one model is sharded over, as seen by one of them."""
 
     @property
     def rank(self) -> int:
@@ -29,11 +29,11 @@ class Ranks(Protocol):
         """Number of ranks."""
 
     def all_gather_object(self, mine: T) -> list[T]:
-        """Gather an object of each rank, in the order of ranks; it is pickled. A collective: all ranks call it, in the same order."""
+        """Gather one object from each rank, in the order of ranks; objects are pickled. A collective: all ranks call it, in the same order."""
 
 
 class OneRank:
-    """A model that is in one process."""
+    """A model in a single process."""
 
     rank = 0
     size = 1
@@ -48,7 +48,7 @@ class ProcessGroup:
     """Ranks of a group of torch.distributed.
 
     Attributes:
-        group: one that gathers from host memory, such as gloo's; None for the default group.
+        group: a group that gathers from host memory, such as gloo's; None for the default group.
     """
 
     group: dist.ProcessGroup | None = None
@@ -64,9 +64,9 @@ class ProcessGroup:
         return dist.get_world_size(self.group)
 
     def all_gather_object(self, mine: T) -> list[T]:
-        """Gather an object of each rank of the group, in the order of ranks."""
+        """Gather one object from each rank of the group, in the order of ranks."""
         found: list[T] = [mine] * self.size
-        if self.size == 1:  # a collective of one takes milliseconds, and several are in each pause
+        if self.size == 1:  # a collective of one rank takes milliseconds, and each pause contains several
             return found
         dist.all_gather_object(found, mine, group=self.group)
         return found
@@ -95,9 +95,9 @@ def agree(ranks: Ranks, refusal: str, step: Callable[[], T]) -> T:
     """Run a step on every rank. A collective.
 
     Args:
-        ranks: all of which call this.
-        refusal: the message of the error, if the step fails anywhere.
-        step: what this rank does.
+        ranks: the ranks; all of them call this.
+        refusal: message of the error if the step fails on any rank.
+        step: the step of this rank.
 
     Returns:
         Result of this rank's step.
@@ -130,7 +130,7 @@ def exchange(ranks: Ranks, refusal: str, step: Callable[[], T]) -> list[T]:
 
 
 def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
-    """Give all ranks the result of rank 0: a ref may move while each of them asks. A collective.
+    """Give all ranks the result of rank 0, because a ref may move between their calls. A collective.
 
     Raises:
         WeighbridgeError: the error that rank 0 raised, on all ranks.
@@ -142,7 +142,7 @@ def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
 
 
 def _by_rank(errors: Sequence[WeighbridgeError | None]) -> list[str]:
-    """A line for each rank that failed, or one for all of them."""
+    """One line for each failed rank, or one for all of them."""
     said = {rank: str(error) for rank, error in enumerate(errors) if error is not None}
     if len(said) == len(errors) and len(set(said.values())) == 1:
         return [f"all ranks: {said[0]}" if len(errors) > 1 else said[0]]

@@ -1,4 +1,4 @@
-"""Model that decodes speculatively: the one that answers, and a second one that drafts for it, updated as one.
+"""Speculative decoding: the target model and its drafter are updated together.
 
 Both take the same version, or the drafter has versions of its own. What they share, as embeddings and output layers, belongs to the model that
 answers: its loader alone fills it, as the engine discards what the drafter's own loader has put there when it shares it.
@@ -21,21 +21,21 @@ from weighbridge.errors import FailedPrecondition, LayoutError
 from weighbridge.integrations.engine_rank.storageless import twin_of
 
 PREFIX = "drafter."
-"""Beginning of the names of tensors that the drafter has for itself."""
+"""Prefix of the names of the drafter's own tensors."""
 WITHOUT = "start the engine without speculative decoding"
 ALLOWING = "allow a stale drafter, as `weighbridge follow --stale-drafter allow` does"
 
 
 class DrafterLeft(FailedPrecondition):
-    """A version does not fill the drafter, or not in a way that can be followed."""
+    """A version does not fill the drafter, or fills it in a way that cannot be recorded."""
 
 
 @contextmanager
 def filling_drafter(source: Source) -> Iterator[None]:
-    """Block in which a version that does not fit concerns the drafter: it is raised as `DrafterLeft`.
+    """Block in which errors about a version that does not fit concern the drafter; they are raised as `DrafterLeft`.
 
     Args:
-        source: the version, with the drafter's own beside it if there is one.
+        source: the version, with the drafter's own version if there is one.
     """
     push = "push a version that fits it" if isinstance(source, Pair) else "push the drafter's tensors along"
     try:
@@ -50,9 +50,9 @@ class Drafting:
     """Drafter of an engine.
 
     Attributes:
-        name: of the drafter, as errors call it; empty if the engine has no drafter with weights.
+        name: the drafter's name in errors; empty if the engine has no drafter with weights.
         model: the drafter; None if it cannot be updated.
-        apart: whether it is a model of its own, and the policy's versions have nothing for it.
+        apart: whether it is a separate model that the policy's versions do not fill.
     """
 
     name: str = ""
@@ -61,10 +61,10 @@ class Drafting:
 
 
 class WithDrafter(torch.nn.Module):
-    """A model and its drafter; the model's own tensors keep their names, and what both have is named as the model's.
+    """A model and its drafter. The model's own tensors keep their names; shared tensors have the model's names.
 
     Args:
-        target: the model that answers.
+        target: the target model.
         drafter: the model that drafts for it.
     """
 
@@ -82,7 +82,7 @@ class WithDrafter(torch.nn.Module):
         yield from self.drafter.named_modules(memo, prefix + PREFIX.rstrip("."), remove_duplicate)
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Any:
-        """Run the target's loader: of the drafter's, all is recorded."""
+        """Run the target's loader; the drafter's tensors are all recorded."""
         target: Any = self.target
         return target.load_weights(tensors)
 
@@ -96,16 +96,16 @@ def of_drafter(source: Source) -> Source:
 def unshared(
     target: torch.nn.Module, drafter: torch.nn.Module, twin: Callable[[torch.Tensor], torch.Tensor] = twin_of
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Put tensors without storage in place of what a drafter shares with its model, for its loader to fill; afterwards they share it as before.
+    """Temporarily replace the tensors that a drafter shares with its model by tensors without storage, for its loader to fill.
 
-    Each place gets its own, as in a drafter that has just been made: its loader finds all names again.
+    Each place gets its own tensor, as in a newly created drafter, so that its loader finds all names.
 
     Args:
         target, drafter: the models.
-        twin: makes such a tensor.
+        twin: creates such a tensor.
 
     Yields:
-        These tensors, by names that no other tensors have.
+        These tensors, under unique names.
     """
     layers: set[Any] = set(target.modules())
     tensors = {id(t) for t in (*target.parameters(), *target.buffers())}
@@ -146,15 +146,15 @@ def _copy(layer: torch.nn.Module, made: Callable[[torch.Tensor], Any]) -> torch.
 
 
 def joined(of_target: Recording, of_drafter: Recording, version: object, prefix: str = "") -> Recording:
-    """Recording of both loaders together.
+    """Combined recording of both loaders.
 
     Args:
-        of_target, of_drafter: recording of each loader, over the targets of both; the drafter's was made while it was `unshared`.
+        of_target, of_drafter: recording of each loader, over the targets of both; the drafter's was made inside `unshared`.
         version: name of the drafter's version in errors.
-        prefix: prefix of the drafter's tensors, if they are of a version of its own; empty if both take the same.
+        prefix: prefix of the drafter's tensors if it has its own version; empty if both load the same version.
 
     Raises:
-        FailedPrecondition: the drafter's loader computes something of a tensor that goes to the drafter.
+        FailedPrecondition: the drafter's loader computes with a tensor that goes to the drafter.
     """
     if of_drafter.unrecorded:
         name, why = next(iter(of_drafter.unrecorded.items()))

@@ -1,4 +1,4 @@
-"""Model of one engine rank, as its adapter describes it: all that an engine has to add to the contract."""
+"""Model of one engine rank, as described by the engine's adapter: everything that an engine adds to the contract."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from weighbridge.integrations.engine_rank.storageless import storageless, target
 log = logging.getLogger(__name__)
 
 _MANY_STEPS, _MANY_STEPS_A_TARGET = 2048, 4
-"""Copies of a version, in all and for each parameter, from which on staging pays: experts that engines stack."""
+"""Number of copies of a version, in total and per parameter, from which staging is faster: for experts that engines stack."""
 
 Rest = Sequence[tuple[str, torch.Tensor]]
-"""Names and tensors of a version for which the model's own loader has to run each time, in host memory."""
+"""Names and tensors, in host memory, for which the model's own loader must run at each update."""
 
 
 class EngineAsleep(FailedPrecondition):
@@ -49,21 +49,22 @@ class EngineAsleep(FailedPrecondition):
 
 
 class EngineModel(ABC):
-    """A model that computes with the parameters which its own ``load_weights`` fills, in place.
+    """A model that computes with the same parameters that its own ``load_weights`` fills in place.
 
-    A subclass says which ranks the model is spread over, and what its loader's choices depend on. The other methods are overridden where
-    an engine repacks its weights, or loads them in a way of its own.
+    A subclass states which ranks the model is sharded over, and what its loader's choices depend on. It overrides the other methods if the engine
+    repacks its weights or loads them in its own way.
 
     Args:
         model: a `torch.nn.Module`, with a ``load_weights`` unless `load` is overridden.
 
     Attributes:
-        kind: what the engine is, in lists of the service's engines; one without a kind is not reported.
-        place: spare memory on the parameters' device to which a version is brought before it is applied; None without.
-        staging: is held by the thread that brings a version to a staging place.
-        drafter: the model that drafts for this one in speculative decoding, and is filled by updates; None without.
-        apart: a drafter that versions of this model have nothing for, as errors call it; empty without. Versions of its own may come beside them.
-        aside: that drafter, until the first version of its own comes; None if it is not in this process, or not known.
+        kind: kind of the engine in lists of the service's engines; an engine without a kind is not reported.
+        place: reserved memory on the parameters' device where a version is staged before it is applied; None if there is none.
+        staging: lock that is held by the thread that stages a version.
+        drafter: the model that drafts for this one in speculative decoding and is filled by updates; None if there is none.
+        apart: name, for errors, of a drafter that versions of this model do not fill; empty if there is none. Updates may include versions of its
+            own.
+        aside: that drafter, until its first own version arrives; None if it is not in this process or not known.
     """
 
     kind = ""
@@ -85,25 +86,25 @@ class EngineModel(ABC):
         return self._model
 
     def join(self, drafter: Any, name: str = "the drafter") -> None:
-        """Fill the drafter, too, from now on: all that it does not share with the model, by its own loader.
+        """From now on also fill the drafter: everything that it does not share with the model, through its own loader.
 
         Args:
             drafter: a `torch.nn.Module`.
-            name: of it, as errors call it.
+            name: its name in errors.
         """
         self.drafter, self._name_of_drafter = drafter, name
         self._model = WithDrafter(self._model, drafter)
 
     def part(self) -> None:
-        """Fill the drafter no more: it keeps the weights that it has."""
+        """Stop filling the drafter: it keeps its current weights."""
         self._model = self._model.target
         self.drafter, self.apart = None, self._name_of_drafter
 
     def join_aside(self, draft: str) -> None:
-        """Fill the drafter that is a model of its own from now on. No more memory is reserved for it.
+        """From now on also fill the drafter that is a separate model. No additional memory is reserved for it.
 
         Args:
-            draft: the version that it is to be filled from.
+            draft: the version to fill it from.
 
         Raises:
             FailedPrecondition: there is no such drafter.
@@ -130,19 +131,19 @@ class EngineModel(ABC):
 
     @abstractmethod
     def configuration(self) -> str:
-        """A text that is the same whenever the loader makes the same choices: the engine's release and parallelism, this rank, the
-        model's configuration. Names, shapes and dtypes of tensors and parameters need not be in it. It is compared before each
-        version, and when it has changed, the loader is recorded again.
+        """A string that is equal whenever the loader makes the same choices: the engine's release and parallelism, this rank, the model's
+        configuration. It need not contain the names, shapes and dtypes of tensors and parameters. It is compared before each version; if it has
+        changed, the loader is recorded again.
         """
 
     @property
     def config(self) -> Any:
-        """The Hugging Face configuration that the model was made with, to compare with each version's; None compares nothing."""
+        """The Hugging Face configuration of the model, which is compared with each version's; None skips the comparison."""
         return getattr(self.model if self.drafter is None else self.model.target, "config", None)
 
     @property
     def pin(self) -> bool:
-        """Whether bytes are brought to pinned memory: whether the parameters are on a GPU."""
+        """Whether to fetch bytes to pinned memory: true if the parameters are on a GPU."""
         return any(tensor.is_cuda for tensor in itertools.islice(self.model.parameters(), 1))
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> object:
@@ -150,45 +151,47 @@ class EngineModel(ABC):
         return self.model.load_weights(tensors)
 
     def targets(self) -> Mapping[str, torch.Tensor]:
-        """All that the loader may write to: parameters and buffers by name, of shared ones the first."""
+        """Parameters and buffers, by name, that the loader may write to. Tensors that share memory appear once, under their first name."""
         return targets_of(self.model)
 
     def storageless(self) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """Stand-ins for `targets` while the loader is recorded; afterwards the model is as before."""
+        """Stand-ins for `targets` while the loader is recorded; afterwards the model is restored."""
         return storageless(self.model)
 
     def spare(self, parameter: torch.Tensor) -> int:
-        """Number of elements of a parameter that a version may leave as they are, such as padding."""
+        """Number of elements of a parameter that a version may leave unchanged, such as padding."""
         return 0
 
     def record(self, source: lazy.Source) -> lazy.Recording:
-        """Record what this rank takes of any version with the tensors of this one. Called in the engine's own thread, while nothing is computed.
+        """Record which slices this rank needs of any version with the same tensors as this one. Called in the engine's own thread while the model
+        does not compute.
 
         Raises:
-            FailedPrecondition: the loader does not take the version, or would leave a parameter without a value.
+            FailedPrecondition: the loader does not accept the version, or would leave a parameter without a value.
             LayoutError: a part of a tensor does not fit where the loader puts it.
         """
         with self.storageless() as targets:
             return self.record_on(targets, source, self.configuration())
 
     def record_first(self, source: lazy.Source) -> lazy.Recording | None:
-        """`record`, of a model that has no weights yet; None if this loader can only be run."""
+        """`record` for a model that has no weights yet; None if this loader cannot be recorded, only run."""
         return self.record(source)
 
     def record_on(
         self, targets: Mapping[str, torch.Tensor], source: lazy.Source, configuration: str | None
     ) -> lazy.Recording:
-        """Run the loader over these targets, or take what was recorded for the configuration before, and see that nothing is left out.
+        """Run the loader over these targets, or reuse the earlier recording for this configuration, and check that no parameter is left out.
 
         Raises:
-            FailedPrecondition: the loader does not take the version, names the last tensor that it received; or a parameter gets no value.
-            LayoutError: a part of a tensor was copied to where it does not fit; names the tensor.
+            FailedPrecondition: the loader does not accept the version (the error names the last tensor that it received), or a parameter gets no
+                value.
+            LayoutError: a part of a tensor was copied to a place where it does not fit; names the tensor.
         """
         named = dict(self.model.named_parameters())
         own = {
             name: each for name, each in named.items() if self.drafter is not None and name.startswith(PREFIX)
         }
-        # the model before its drafter: what does not fit the model itself is no reason to leave the drafter behind
+        # the model before its drafter: a tensor that does not fit the model itself must not cause the drafter to be left behind
         kind = type(self.model if self.drafter is None else self.model.target)
         found = self._recorded(self.load, kind, targets, source, configuration)
         if not found.unrecorded:
@@ -216,7 +219,7 @@ class EngineModel(ABC):
         source: lazy.Source,
         configuration: str | None,
     ) -> lazy.Recording:
-        """A recording of the model, with what the drafter's loader takes of its version."""
+        """A recording of the model, extended by the slices that the drafter's loader needs of its version."""
         mine = of_drafter(source)
         with unshared(self.model.target, self.drafter) as twins:
             recorded = self._recorded(
@@ -261,17 +264,17 @@ class EngineModel(ABC):
             ) from error
 
     def check(self, recording: lazy.Recording) -> None:
-        """Refuse to fill a model whose parameters are not those that were recorded.
+        """Refuse to fill a model if its parameters are not the recorded ones.
 
         Raises:
-            FailedPrecondition: one is gone; names it.
-            LayoutError: one has another shape, other strides or another dtype; names it.
+            FailedPrecondition: a parameter no longer exists; names it.
+            LayoutError: the shape, strides or dtype of a parameter changed; names it.
         """
         recording.check(self.targets())
 
     def live(self, recording: lazy.Recording) -> tuple[Mapping[str, torch.Tensor], Mapping[str, str]]:
-        """Parameters that the model computes with as they were loaded, by the names of the recording's targets; and for all its other
-        parameters the reason why their bytes are not those of a version. Called while the model may compute.
+        """Parameters that the model uses as they were loaded, by the names of the recording's targets; and for each other parameter the reason why
+        its bytes differ from those of a version. Called while the model may compute.
         """
         targets = self.targets()
         seen = {
@@ -282,24 +285,26 @@ class EngineModel(ABC):
         return seen, unseen(self.model, recording, seen)
 
     def computed_with(self) -> Mapping[str, torch.Tensor]:
-        """All tensors with elements that the model has now, by name, loaded or made of what was loaded; shared ones by each of their names."""
+        """All tensors with elements that the model has now, by name, whether loaded or derived from loaded tensors; shared tensors under each of
+        their names.
+        """
         kinds = (self.model.named_parameters, self.model.named_buffers)
         found = {name: tensor for kind in kinds for name, tensor in kind(remove_duplicate=False)}
         return {name: tensor for name, tensor in found.items() if tensor.numel()}
 
     def hidden(self) -> Mapping[str, str]:
-        """Weights that are in none of these tensors, by name, and why."""
+        """Weights that are in none of these tensors, by name, with the reason."""
         return {}
 
     def load_again(self, source: lazy.Source) -> None:
-        """Load a version by the model's own loader over what it has, while nothing is computed. What was recorded is not used."""
+        """Load a version over the current weights with the model's own loader, while the model does not compute. The recording is not used."""
         if self.drafter is not None:
             with unshared(self.model.target, self.drafter):
                 self.drafter.load_weights(of_drafter(source).tensors())
         self.load(source.tensors())
 
     def check_awake(self) -> None:
-        """Refuse to fill parameters whose memory the engine has given back, as vLLM and SGLang do while they sleep.
+        """Refuse to fill parameters whose memory the engine has released, as vLLM and SGLang do while they sleep.
 
         Raises:
             EngineAsleep: names a parameter.
@@ -314,8 +319,8 @@ class EngineModel(ABC):
                 )
 
     def staging_place(self, recording: lazy.Recording) -> lazy.StagingPlace | None:
-        """Place to which a version is brought before it is applied: memory of the card if some is reserved; else pinned host memory, if the
-        version comes in so many tensors that to ask for their copies takes longer than their bytes do; None to leave the bytes where they come.
+        """Place where a version is staged before it is applied: reserved GPU memory if there is any; else pinned host memory, if the version has so
+        many tensors that launching their copies takes longer than transferring their bytes; None to leave the bytes where they arrive.
         """
         if self.place is not None or not self.pin:
             return self.place
@@ -338,22 +343,20 @@ class EngineModel(ABC):
         return self._host_place
 
     def process_staged(self, update: lazy.Update, recording: lazy.Recording) -> int:
-        """Make of staged parameters what the engine computes with, as far as that needs nothing that is live. Called in another thread, while the model
-        computes, when the staged bytes are known to be those of the version.
+        """Process staged parameters into the form that the engine computes with, as far as that requires no live tensor. Called in another thread
+        while the model computes, once the staged bytes are verified to be those of the version.
 
         Args:
-            update: staged.
+            update: the staged update.
             recording: that it was made of.
 
         Returns:
-            Number of layers of which it was made.
+            Number of layers that were processed.
         """
         return 0
 
     def bring_rest(self, client: EngineClient, source: lazy.Source, recording: lazy.Recording) -> Rest:
-        """Bring the tensors of a version that the recording does not put in place, usually none. Called in another thread, while the
-        model computes.
-        """
+        """Fetch the tensors of a version that the recording does not cover, usually none. Called in another thread while the model computes."""
         if not recording.unrecorded:
             return []
         return list(
@@ -361,14 +364,14 @@ class EngineModel(ABC):
         )
 
     def fill(self, update: lazy.Update, recording: lazy.Recording, rest: Rest) -> None:
-        """Put a version that has been brought into the parameters, while nothing is computed.
+        """Write a fetched version into the parameters, while the model does not compute.
 
-        The loader runs in any case: some loaders derive something from the weights at their end.
+        The loader always runs: some loaders derive values from the weights at their end.
 
         Args:
-            update: prepared.
+            update: the prepared update.
             recording: that it was made of.
-            rest: what `bring_rest` gave.
+            rest: result of `bring_rest`.
         """
         update.fill_all(self.targets())
         self.load(iter(rest))
@@ -380,7 +383,7 @@ def _of_drafter(configuration: str | None) -> str | None:
 
 @functools.cache
 def _loader_digest(kind: type) -> str:
-    """Digest of the source files that a model's class has its loader from: a package beside the engine may change while the engine's release stays."""
+    """Digest of the source files that define the loader of a model's class: another package may change while the engine's release does not."""
     digest = hashlib.sha256()
     loaders = [vars(each)["load_weights"] for each in kind.__mro__ if "load_weights" in vars(each)]
     for code in (getattr(inspect.unwrap(loader), "__code__", None) for loader in loaders):

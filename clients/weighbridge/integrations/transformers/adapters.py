@@ -1,4 +1,4 @@
-"""Adapter from the service on a model of transformers: on the base version that it names, or on a model that is there already."""
+"""Adapter from the service on a transformers model: on the base version that the adapter names, or on an existing model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class AttachedAdapter:
 
     Attributes:
         client: of the service.
-        version: which version of it the model has.
-        base: the version of the model below, if that came from the service.
+        version: version of the adapter that the model has.
+        base: version of the base model, if it came from the service.
     """
 
     client: EngineClient
@@ -31,7 +31,7 @@ class AttachedAdapter:
         """Fill the adapter in place from another version on the same base.
 
         Raises:
-            FailedPrecondition: that is on another base; names both.
+            FailedPrecondition: that version has a different base; names both.
             WeighbridgeError: as for `Pull.into`.
         """
         pull = self.client.pull(self.version.model, version)
@@ -50,16 +50,16 @@ class AttachedAdapter:
 
 
 def check_base(client: EngineClient, version: Version, base: BaseVersion) -> None:
-    """Refuse an adapter whose base is not there any more, or is another version by now.
+    """Refuse an adapter if its base no longer exists, or if its name now refers to a different version.
 
     Raises:
-        NotFound: the base was deleted; or the model of its name was, and registered anew.
+        NotFound: the base was deleted, or its model was deleted and registered again under the same name.
     """
     named = f"{version.model}@{version.number}"
     fix = f"push the adapter on a version that is there, or attach it to a model that you have: from_weighbridge({named!r}, base=model)"
     try:
         found = client.version(base.model, base.number)
-        # one that was deleted can be read until its objects go
+        # a deleted version stays readable until its objects are removed
         there = found.state.stored and not found.error
         digest = manifest_of(client, base.model, base.number).digest if there else ""
     except NotFound:
@@ -88,7 +88,10 @@ def check_attachable(base: Any, adapter_name: str) -> None:
 
 
 def attached(client: EngineClient, version: Version, base: Any, adapter_name: str) -> Any:
-    """A model of peft with the adapter of a version, which peft itself makes of the version's folder; ``base`` itself if it is one already."""
+    """A peft model with the adapter of a version.
+
+    peft itself loads the adapter from the version's folder. Returns ``base`` if that is already a peft model.
+    """
     from peft import PeftModel
 
     with tempfile.TemporaryDirectory(prefix="weighbridge-") as made:

@@ -1,7 +1,7 @@
 """Mapping of a version's tensors to a model's parameters, as transformers itself defines it.
 
-Its `from_pretrained` takes a state dict; here that is one of lazy tensors. What it renames, cuts for tensor parallelism, stacks (experts,
-since transformers 5) and casts comes back in the model's parameters, still lazy. No rule of any model is written down here.
+`from_pretrained` accepts a state dict; here it receives lazy tensors. Transformers renames them, slices them for tensor parallelism, stacks them
+(experts, since transformers 5) and casts them. The results are the model's parameters, still lazy. This module contains no model-specific rules.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Recipe by which transformers makes a model.
+    """Recipe from which transformers builds a model.
 
     Attributes:
         model_class: a class of models, not an auto class.
         config: the model's configuration.
-        strict: whether the model's parameters and the version's tensors have to be the same ones.
+        strict: whether the model's parameters and the version's tensors must match exactly.
         options: further arguments of ``from_pretrained``.
     """
 
@@ -41,7 +41,7 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> tuple[PreTrainedModel, set[str]]:
-        """A model whose parameters are parts of these lazy tensors, and the names of those that nothing goes to.
+        """A model whose parameters are parts of these lazy tensors, and the names of the parameters that receive nothing.
 
         Raises:
             FailedPrecondition: the tensors do not fit the configuration; names them.
@@ -96,11 +96,11 @@ class Recipe:
             )
 
     def record(self, specs: Iterable[TensorSpec], weights: Mapping[str, torch.Tensor]) -> Recording:
-        """Record what this model takes of any version with these tensors; brings no bytes.
+        """Record which slices this model needs of any version with these tensors. Fetches no bytes.
 
         Args:
             specs: the version's tensors.
-            weights: those of the model that is to be filled, as `weights_of` gives them.
+            weights: weights of the model that is filled, as `weights_of` returns them.
         """
         targets = {
             name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
@@ -129,7 +129,10 @@ def concrete_class(model_class: Any, config: PretrainedConfig, **options: Any) -
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """A model's parameters and persistent buffers by name, of shared ones the first; of distributed ones this rank's part."""
+    """A model's parameters and persistent buffers, by name.
+
+    Tensors that share memory appear once, under their first name. Distributed tensors are replaced by this rank's part.
+    """
     kept = model.state_dict().keys()
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
@@ -137,11 +140,11 @@ def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def materialise(model: PreTrainedModel, device: torch.device | None) -> None:
-    """Give memory to parameters and buffers that have none, and bring the model to a device.
+    """Allocate parameters and buffers that have no memory yet, and move the model to a device.
 
     Args:
-        model: what `Recipe.build` gives; what it holds is undefined afterwards.
-        device: None leaves each where transformers wants it.
+        model: a model from `Recipe.build`; the new memory is uninitialised.
+        device: None uses the device that transformers chose for each.
     """
     made: dict[int, torch.Tensor] = {}
     for module in list(model.modules()):
@@ -157,7 +160,7 @@ def materialise(model: PreTrainedModel, device: torch.device | None) -> None:
 
 def _with_memory(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     local = _local(tensor)
-    # dense, as transformers makes them, whatever the layout of the lazy one
+    # dense, as transformers creates them, regardless of the layout of the lazy tensor
     found = torch.empty(local.shape, dtype=local.dtype, device=device or local.device)
     if local is not tensor:
         from torch.distributed.tensor import DTensor

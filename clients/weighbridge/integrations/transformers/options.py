@@ -1,4 +1,6 @@
-"""Options of ``from_pretrained``, as `from_weighbridge` takes them: of the configuration, of the model, without effect here, or refused by name."""
+"""Options of ``from_pretrained`` that `from_weighbridge` accepts: some configure the config or the model, some have no effect, others are refused by
+name.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,11 @@ _FIX_DEVICE = "name one, such as 'cuda:0', or spread the model over ranks with t
 
 
 def supported(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options without those of downloads, which have no effect here.
+    """The options without the download options, which have no effect here.
 
     Raises:
-        InvalidArgument: one asks for what a version from the service does not have; names it.
-        FailedPrecondition: the weights are to be quantised.
+        InvalidArgument: an option requests something that versions of the service do not have; names the option.
+        FailedPrecondition: an option requests quantised weights.
     """
     for name, fix in _REFUSED.items():
         if options.get(name):
@@ -68,13 +70,15 @@ def check_not_quantised(what: object, quantization: object) -> None:
 
 
 def dtype_option(dtype: Any, torch_dtype: Any) -> Any:
-    """Dtype for ``from_pretrained``: the newer of two names counts, and the config's if none is given."""
+    """Dtype for ``from_pretrained``. The newer of the two argument names takes precedence; without either, the config's dtype is used."""
     asked = torch_dtype if dtype is None else dtype
     return dtypes.parse(asked).torch if isinstance(asked, str) and asked != "auto" else asked or "auto"
 
 
 def configured(folder: str, options: Mapping[str, Any]) -> tuple[PretrainedConfig, dict[str, Any]]:
-    """The configuration in a folder, with the options that are attributes of it, and the others: as ``from_pretrained`` divides them."""
+    """The configuration in a folder, with the options that are its attributes applied, and the remaining options: the same split as in
+    ``from_pretrained``.
+    """
     from transformers import AutoConfig
 
     # some releases drop the attention from the configuration, so the model receives it as well
@@ -90,7 +94,7 @@ def configured(folder: str, options: Mapping[str, Any]) -> tuple[PretrainedConfi
 
 
 def single_device(device_map: Any, nbytes: int) -> torch.device | None:
-    """The one device that a ``device_map`` names, or leads to: ``auto`` is the only accelerator, or the CPU where there is none.
+    """The single device that a ``device_map`` names or resolves to. ``auto`` resolves to the only accelerator, or to the CPU if there is none.
 
     Args:
         device_map: as for ``from_pretrained``.

@@ -33,21 +33,22 @@ logger = logging.getLogger(__name__)
 
 
 class PushCallback(PushHook, TrainerCallback):  # type: ignore[misc]  # transformers is seen as untyped
-    """Pushes the model of a ``Trainer`` as versions whose steps are its global steps: ``Trainer(..., callbacks=[PushCallback("acme/smol")])``.
+    """Pushes the model of a ``Trainer`` as versions; a version's step is the trainer's global step: ``Trainer(...,
+    callbacks=[PushCallback("acme/smol")])``.
 
-    If the service does not know the model, rank 0 registers it with the trainer's config and tokenizer; otherwise these replace the registered
-    ones before the first push of a training. A push returns once the weights are copied out. One that fails is logged, and training goes on.
+    If the service does not know the model, rank 0 registers it with the trainer's config and tokenizer; otherwise these replace the registered ones
+    before the first push of a training. A push returns once the weights are copied. If a push fails, the failure is logged and training continues.
 
     Args:
         model: ``namespace/name``.
         server: ``host:port`` of the service; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
-        every: push after each so many steps; by default whenever the trainer saves.
-        dtype: in which the model is registered, such as ``bf16``; by default its config's.
+        every: number of steps between pushes; by default, push whenever the trainer saves.
+        dtype: dtype to register the model with, such as ``bf16``; by default the config's.
         run: name of the training run, part of the version's lineage.
-        strict: a push that fails, or a version that cannot be completed, raises, and each push waits until its version is ready.
+        strict: raise if a push fails or a version cannot be completed; each push waits until its version is ready.
         lane, retry_seconds, credentials: as for `TrainerClient`.
         options: of each push, as for `TrainerClient.push`: ``metadata``, ``candidate``, ``allow_nonfinite``, ``max_hold_s``. ``on_failure`` is ``warn`` by
-            default here; ``raise`` is as ``strict``, but that no push waits until its version is ready.
+            default here; ``raise`` is the same as ``strict``, except that a push does not wait until its version is ready.
 
     Raises:
         InvalidArgument: ``every`` is less than 1.
@@ -82,21 +83,21 @@ class PushCallback(PushHook, TrainerCallback):  # type: ignore[misc]  # transfor
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Forget which step was pushed last: another training has steps of its own."""
+        """Forget which step was pushed last: each training counts its own steps."""
         self._pushes.begin_anew()
         self._carried = False
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Push, if enough steps have been made."""
+        """Push if ``every`` steps have passed."""
         if self._every is not None and state.global_step % self._every == 0:
             self._push(state, **kwargs)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Push, if nothing says after which steps."""
+        """Push if ``every`` is not set."""
         if self._every is None:
             self._push(state, **kwargs)
 
@@ -132,14 +133,14 @@ class PushCallback(PushHook, TrainerCallback):  # type: ignore[misc]  # transfor
         with _saved(model, processing_class) as folder:
             try:
                 self._client.register_model(self.model, folder, dtype=self._dtype)
-            except InvalidArgument:  # perhaps for want of a weight map
+            except InvalidArgument:  # perhaps because the weight map is missing
                 self._client.register_model(self.model, folder, dtype=self._dtype, tensors=model)
         self._carried = True
 
     def _carry(self, model: Any, processing_class: Any, tensors: Mapping[str, TensorSpec]) -> None:
-        """Have versions carry what the trainer has beside its weights. All ranks wait for this before they push."""
+        """Add the trainer's files other than weights to versions. All ranks wait for this before they push."""
         config = getattr(model, "config", None)
-        # what is pushed is not quantised, whatever the trainer has in memory
+        # pushed weights are not quantised, even if those in the trainer's memory are
         if config is not None and not getattr(config, "quantization_config", None):
             known = self._client.model_files(self.model)
             with _saved(model, processing_class) as folder:
@@ -155,7 +156,7 @@ def _saved(model: Any, processing_class: Any) -> Iterator[Path]:
     there is one.
     """
     config = copy.copy(model.config)
-    # FSDP2 and torch.compile make classes of their own; peft's are around the model
+    # FSDP2 and torch.compile create their own classes; peft's wrap the model
     inner = model.get_base_model() if has_adapters(model) and hasattr(model, "get_base_model") else model
     made_by = [each.__name__ for each in type(inner).__mro__ if each.__module__.startswith("transformers.")]
     config.architectures = config.architectures or made_by[:1]
@@ -163,7 +164,7 @@ def _saved(model: Any, processing_class: Any) -> Iterator[Path]:
         _save_code(inner, config, folder)
         config.save_pretrained(folder)
         generation = getattr(inner, "generation_config", None)
-        # one that transformers has made of the config says nothing that the config does not, and would replace what the model is registered with
+        # a generation config that transformers derived from the config adds nothing, and would replace the registered one
         if generation is not None and not generation._from_model_config:
             generation.to_json_file(Path(folder) / "generation_config.json")
         if hasattr(processing_class, "save_pretrained"):
@@ -172,22 +173,25 @@ def _saved(model: Any, processing_class: Any) -> Iterator[Path]:
 
 
 def _save_code(model: Any, config: Any, folder: str) -> None:
-    """Save the code of a model whose class comes from a repository, and name it in the config. That of the config's class is saved with the config."""
+    """Save the code of a model whose class comes from a repository, and name it in the config.
+
+    The code of the config's class is saved with the config.
+    """
     from transformers.dynamic_module_utils import custom_object_save
 
     for made_by in type(model).__mro__:
         if made_by.__module__.startswith("transformers_modules.") and getattr(made_by, "_auto_class", None):
             config.auto_map = dict(getattr(config, "auto_map", None) or {})
-            # FSDP2 makes a class of its own around it, whose code is torch's
+            # FSDP2 wraps it in its own class, whose code belongs to torch
             custom_object_save(object.__new__(made_by), folder, config=config)
             return
 
 
 def _check_no_collective(model: Any) -> None:
-    """Refuse a module whose ``state_dict()`` waits for all ranks: here some of them may not come to call it.
+    """Refuse a module whose ``state_dict()`` waits for all ranks: here some ranks may never call it.
 
     Raises:
-        LayoutError: it has been sharded by version 1 of FSDP.
+        LayoutError: the module is sharded with FSDP version 1.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 

@@ -1,4 +1,6 @@
-"""Adapters of one API server: a name becomes one version, which every engine behind the server has loaded, before a request goes on to vLLM."""
+"""Adapters of one API server: before a request reaches vLLM, its name is resolved to one version, and every engine behind the server loads that
+version.
+"""
 
 from __future__ import annotations
 
@@ -40,20 +42,20 @@ from weighbridge.integrations.vllm_adapters.store import Hold, Store
 log = logging.getLogger(f"vllm.plugins.{__name__}")
 T = TypeVar("T")
 _THREADS = 8
-"""Calls of the service at one time, each of which waits in a thread."""
+"""Maximum number of concurrent calls to the service; each blocks a thread."""
 _MOST_UNKNOWN = 1024
 _TENSORS = "adapter_model.safetensors"
 
 
 @dataclass
 class Loaded:
-    """A version that all engines have loaded once, and load again from its folder when they need it.
+    """A version that all engines have loaded once. They load it again from its folder when they need it.
 
     Attributes:
         version: which one.
-        order: by which they load it.
+        order: the order with which they load it.
         hold: its folder.
-        requests: that are being answered with it.
+        requests: number of requests that currently use it.
     """
 
     version: AdapterVersion
@@ -64,14 +66,14 @@ class Loaded:
 
 @dataclass
 class Unknown:
-    """Names that the service does not know, each with the error and the time until which it is not asked again."""
+    """Names that the service does not know, each with the error and the time before which it is not queried again."""
 
     seconds: float
     clock: Callable[[], float] = time.monotonic
     _found: OrderedDict[str, tuple[float, NotFound]] = field(default_factory=OrderedDict)
 
     def check(self, name: str) -> None:
-        """Raise the error of a name that did not exist a short time ago."""
+        """Raise the recorded error if the name did not exist a short time ago."""
         until, error = self._found.get(name, (0.0, None))
         if error is not None and self.clock() < until:
             raise NotFound(error.message, fix=error.fix)
@@ -88,10 +90,10 @@ class Admission:
     """Adapters that an API server serves.
 
     Args:
-        settings: which ones.
+        settings: which adapters.
         client: vLLM's client of the engines (``engine_client``).
-        models: vLLM's table of what it serves (``openai_serving_models``), whose ``lora_requests`` get the adapters.
-        request_of: makes vLLM's form of an order.
+        models: vLLM's table of served models (``openai_serving_models``); adapters are added to its ``lora_requests``.
+        request_of: converts an order to vLLM's request type.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class Admission:
         self._base: BaseNow | None = None
 
     def names_adapter(self, name: object) -> Reference | None:
-        """Model and version that the model of a request names, if that is an adapter of these; None of any other, which vLLM is left."""
+        """Model and version that the model of a request names, if it is one of these adapters. None for any other name, which vLLM handles."""
         found = asked(name) if isinstance(name, str) else None
         if found is None or not self.settings.serves(found.model) or self._models.is_base_model(name):
             return None
@@ -127,16 +129,16 @@ class Admission:
 
     @asynccontextmanager
     async def serving(self, named: Reference) -> AsyncIterator[Loaded]:
-        """A version that all engines can compute with, for as long as a request is answered.
+        """A version that all engines can use, held while a request is processed.
 
         Args:
-            named: model, and a number or a ref, which becomes a number now.
+            named: model, and a number or a ref; a ref is resolved now.
 
         Raises:
             NotFound: the service does not know it.
-            InvalidArgument: it is no adapter, or the engines cannot serve it; says why, and what they can.
+            InvalidArgument: it is not an adapter, or the engines cannot serve it; states why, and what they support.
             FailedPrecondition: its base is not the version that the engines have; names both.
-            Unavailable: the service cannot be reached.
+            Unavailable: the service is unreachable.
         """
         name = f"{named.model}@{named.version}"
         version = None
@@ -150,7 +152,8 @@ class Admission:
             found.requests -= 1
 
     async def load_ahead(self, named: Reference) -> tuple[Loaded, bool]:
-        """Version that all engines have in memory now, even one that they have dropped since a request named it; and whether they had it before.
+        """Load a version into the memory of all engines, even if they dropped it since a request named it. Returns the version, and whether they
+        already had it.
 
         Args, Raises: as `serving`.
         """
@@ -162,7 +165,7 @@ class Admission:
             return found, name in before
 
     async def unload(self, named: Reference) -> tuple[str, bool]:
-        """Have all engines drop a version from memory. Returns its name, and whether one had it. A request that names it loads it again.
+        """Make all engines drop a version from memory. Returns its name, and whether any engine had it. A request that names it loads it again.
 
         Raises:
             NotFound: the service does not know the ref.
@@ -179,26 +182,26 @@ class Admission:
         return name, any(had)
 
     async def in_memory(self) -> frozenset[str]:
-        """Names of the versions that all engines have in memory, no matter which API server has loaded them."""
+        """Names of the versions that all engines have in memory, including those that other API servers loaded."""
         first, *others = [frozenset(each) for each in await self._ask_engines(NAMES)]
         return first.intersection(*others)
 
     async def base_changed(self, loaded: Loaded) -> str:
-        """Reason why engines have refused to compute with an adapter that they had before; empty if that was not for its base."""
+        """Reason why engines refused an adapter that they had accepted before; empty if the reason was not its base."""
         return base_problem(loaded.version.name, loaded.version.base, await self.engine_state())
 
     async def engine_state(self) -> EngineState:
         """State of the engines, as they report it now.
 
         Raises:
-            FailedPrecondition: they do not guard adapters.
+            FailedPrecondition: the engines do not guard adapters.
         """
         found = await self._ask_engines(STATE)
         self._state = together([EngineState.of(each) for each in found])
         return self._state
 
     async def _have(self, name: str, version: Version | None) -> Loaded:
-        """A version that is loaded, with one request more."""
+        """A loaded version, with its request count increased by one."""
         async with self._turn(name):
             found = self._loaded.get(name)
             if found is None:
@@ -212,7 +215,7 @@ class Admission:
         return found
 
     def _turn(self, name: str) -> asyncio.Lock:
-        """Lock of a version: it is loaded once, however many requests name it."""
+        """Lock of a version, so that concurrent requests load it only once."""
         turn = self._turns.get(name)
         if turn is None:
             turn = self._turns[name] = asyncio.Lock()
@@ -253,7 +256,7 @@ class Admission:
         return loaded
 
     async def _order(self, version: AdapterVersion, hold: Hold) -> Order:
-        """The order by which all engines have loaded an adapter, under the first of its numbers that no other has in any of them."""
+        """Load an adapter in all engines, under the first of its numbers that no other adapter uses in any of them. Returns the order."""
         for number in numbers(version.name):
             order = Order(
                 version.name, number, str(hold.folder), version.base, self.settings.server, self.settings.lane
@@ -322,7 +325,7 @@ class Admission:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args))
 
     def _forget_oldest(self) -> None:
-        """Drop versions over the bounds that no request needs, and what this host keeps beyond them."""
+        """Drop versions that exceed the limits and that no request uses, and remove folders that exceed the limits of this host."""
         over = len(self._loaded) - self.settings.keep_versions
         nbytes = sum(each.hold.nbytes for each in self._loaded.values())
         if over <= 0 and nbytes <= self.settings.keep_bytes:
@@ -336,7 +339,7 @@ class Admission:
         self._threads.submit(self._store.prune)
 
     def _forget(self, name: str) -> None:
-        """Drop a version that no request needs."""
+        """Drop a version that no request uses."""
         found = self._loaded.pop(name)
         self._models.lora_requests.pop(name, None)
         found.hold.release()

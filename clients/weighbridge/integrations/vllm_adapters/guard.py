@@ -1,7 +1,7 @@
-"""Guard in an engine's core: no request with an adapter of weighbridge is computed on another base than the adapter names.
+"""Guard in an engine's core: a request with a weighbridge adapter is computed only on the base that the adapter names.
 
-The core is one thread: between a request that is taken and the step that computes it, and between a call that has changed the parameters and the next
-step, it does nothing else. So what is compared here holds when it counts, whatever API servers have seen before.
+The core is one thread. It does nothing else between accepting a request and the step that computes it, or between a call that changed the parameters
+and the next step. So a comparison made here is still valid when the step runs, even if API servers saw an older state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(f"vllm.plugins.{__name__}")
 
 STATE, LOAD = "weighbridge_adapter_state", "weighbridge_load_adapter"
 NAMES, UNLOAD = "weighbridge_adapter_names", "weighbridge_unload_adapter"
-"""Calls of API servers that the core gets beside vLLM's own."""
+"""Additional calls that API servers make to the core."""
 _GUARD = "_weighbridge_guard"
 _MARK = "_weighbridge_guarded"
 _KEEPS_PARAMETERS = frozenset(
@@ -34,10 +34,10 @@ def install(core: Any) -> None:
     """Guard every engine of this process. Calling it again changes nothing.
 
     Args:
-        core: vLLM's class of an engine's core; its calls of workers are wrapped last, outside of all that brings versions.
+        core: vLLM's class of an engine's core. Its calls to workers are wrapped last, outside the wrappers that load versions.
 
     Raises:
-        FailedPrecondition: this release of vLLM has no known way to refuse a request.
+        FailedPrecondition: this release of vLLM provides no known way to refuse a request.
     """
     if hasattr(core, _MARK):
         return
@@ -81,8 +81,8 @@ class Guard:
     """Adapters of one engine.
 
     Args:
-        core: of the engine, of vLLM.
-        state_of, load_adapter: what workers are asked, as in `workers`.
+        core: vLLM's engine core.
+        state_of, load_adapter: the functions of `workers` to call in workers.
     """
 
     def __init__(self, core: Any, state_of: Callable[..., Any], load_adapter: Callable[..., str]) -> None:
@@ -107,17 +107,17 @@ class Guard:
         return asdict(self.state)
 
     def problem(self, request: Any) -> str:
-        """Reason why an adapter of weighbridge must not be computed with now; empty if it may."""
+        """Reason why a weighbridge adapter must not be used now; empty if it may be used."""
         return base_problem(request.lora_name, request.base_model_name or "", self.state)
 
     def load(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Have all workers load an adapter, unless its base is another one, or another name has its number.
+        """Make all workers load an adapter, unless its base differs or another name has its number.
 
         Args:
             order: the fields of a `names.Order`.
 
         Returns:
-            Texts that are empty if all went well: ``base``, of a base that differs; ``asleep``; ``taken``, the name that has the number; ``failed``.
+            Strings that are empty on success: ``base``, if the base differs; ``asleep``; ``taken``, the name that has the number; ``failed``.
         """
         name, number = str(order["name"]), int(order["number"])
         found = {
@@ -126,7 +126,7 @@ class Guard:
             "taken": "",
             "failed": "",
         }
-        if self._core.model_executor.is_sleeping:  # its memory may not be there to be written to
+        if self._core.model_executor.is_sleeping:  # its memory may be unmapped
             return {**found, "asleep": f"the engine sleeps, and does not load {name}"}
         other = self._names.setdefault(number, name)
         if other != name:
@@ -137,19 +137,17 @@ class Guard:
         return found
 
     def answer_names(self) -> list[str]:
-        """Names of adapters of weighbridge that the workers have in memory."""
+        """Names of the weighbridge adapters in the workers' memory."""
         return sorted(self._names[each] for each in self._core.list_loras() if each in self._names)
 
     def unload(self, name: str) -> bool:
-        """Have all workers drop an adapter from memory. Returns whether they had it. A request under way with it loads it again: vLLM
-        has its folder.
-        """
+        """Make all workers drop an adapter from memory. Returns whether they had it. A running request with it loads it again: vLLM knows its folder."""
         had = self._core.list_loras()
         found = next((each for each, other in self._names.items() if other == name and each in had), None)
         return found is not None and bool(self._core.remove_lora(found))
 
     def parameters_changed(self) -> None:
-        """Refuse what still waits, or was being computed, with an adapter whose base the engine does not have any more."""
+        """Refuse waiting and running requests if the engine no longer has the base of their adapter."""
         self._state = None
         requests = self._core.scheduler.requests
         mine = [each for each in requests.values() if _is_ours(each.lora_request) and not each.is_finished()]
@@ -159,7 +157,7 @@ class Guard:
                 self.refuse([request], problem)
 
     def refuse(self, requests: Iterable[Any], problem: str) -> None:
-        """End requests by an error. What API servers make of it is `middleware`'s."""
+        """End requests with an error. `middleware` converts it to a response in the API servers."""
         for request in requests:
             log.warning("request %s is refused: %s", request.request_id, problem)
             self._core._send_error_outputs_to_client([request.request_id], request.client_index)

@@ -1,7 +1,8 @@
 """ASGI middleware of vLLM's API servers (``--middleware weighbridge.integrations.vllm_adapters.middleware.Adapters``).
 
-The ``model`` in the body of a request that names an adapter becomes one version of it. vLLM sees nothing else, so its answer names that version, and
-so do its caches. It stands behind vLLM's own check of API keys: a client without a key cannot make this server fetch anything.
+If a request names an adapter, the middleware replaces the ``model`` in its body with one version of that adapter. vLLM sees only this version, so its
+responses and its caches use it. The middleware runs after vLLM's own check of API keys: a client without a key cannot make this server fetch
+anything.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 _BEHIND = "AuthenticationMiddleware"
 _HEADER = b"x-weighbridge-adapter"
 _FAILED = (b'data: {"error"', b"event: error")
-"""Beginnings of the event by which a stream fails."""
+"""Prefixes of the event that reports the failure of a stream."""
 
 
 class Adapters:
     """Resolves adapters, for the app behind it.
 
     Args:
-        app: vLLM's, with middleware that was added before.
+        app: vLLM's app, with middleware that was added earlier.
 
     Raises:
-        InvalidArgument: nothing says which adapters are served.
+        InvalidArgument: the adapters to serve are not configured.
     """
 
     def __init__(self, app: App) -> None:
@@ -61,10 +62,10 @@ class Adapters:
 
 
 class Resolving:
-    """The middleware itself, at its place.
+    """The middleware itself, in its final position.
 
     Args:
-        app: what is behind it.
+        app: the app that it wraps.
         settings: which adapters are served.
     """
 
@@ -99,7 +100,7 @@ class Resolving:
         return None
 
     async def _answer_route(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Load an adapter before a request names it, unload one, or say which are loaded."""
+        """Load an adapter ahead of requests, unload one, or list the loaded ones."""
         body, _ = await _read(receive)
         if body is None:  # the client has gone
             return
@@ -155,8 +156,11 @@ class Resolving:
 
 
 class _Answer:
-    """An answer of vLLM, whose beginning is held back until it is seen that the engine has not refused the adapter's base. A stream that the engine ends
-    for that later says so in its last event."""
+    """A response of vLLM.
+
+    Its beginning is held back until it is known that the engine did not refuse the adapter's base. If the engine ends a stream for that reason later,
+    the last event of the stream reports it.
+    """
 
     def __init__(self, send: Send, loaded: Loaded, admission: Admission) -> None:
         self._send, self._loaded, self._admission = send, loaded, admission
@@ -187,13 +191,13 @@ class _Answer:
         await self._send(message)
 
     async def _refusal(self) -> FailedPrecondition | None:
-        """The error by which the engine's own is replaced; None if that was not for the base."""
+        """The error that replaces the engine's own; None if the engine's error is not about the base."""
         problem = await self._admission.base_changed(self._loaded)
         return FailedPrecondition(problem, fix="send the request again") if problem else None
 
 
 class _Replay:
-    """A body that was read, and then the messages after it, such as a disconnect of the client."""
+    """Replays a body that was already read, followed by later messages, such as a disconnect of the client."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._body: bytes | None = body
@@ -207,7 +211,7 @@ class _Replay:
 
 
 def request_of() -> Callable[[Order], Any]:
-    """A function that makes vLLM's form of an order."""
+    """A function that converts an order to vLLM's request type."""
     from weighbridge.integrations.vllm_adapters.workers import lora_request
 
     return lora_request
@@ -251,7 +255,7 @@ def _with_length(scope: MutableMapping[str, Any], length: int) -> MutableMapping
 
 
 async def _refuse(send: Send, error: WeighbridgeError) -> None:
-    """Answer by an error, in the form of vLLM's own."""
+    """Respond with an error in vLLM's format."""
     await _send_json(send, error.http_status, _said(error))
 
 

@@ -1,4 +1,4 @@
-"""Names of adapters: what a request asks for, the number by which vLLM knows a version, and the folder that has it. Pure."""
+"""Names of adapters: the name in a request, the number under which vLLM knows a version, and the version's folder. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge.errors import InvalidArgument
 
 FOLDER = "vllm-adapters"
-"""Folder of adapters among what clients can make again. An adapter's path in it says that it is one of these."""
+"""Folder of adapters in the cache of clients. An adapter is recognised by its path in this folder."""
 _MOST_DIGITS = 20
 _LEAST, _NUMBERS = 1 << 30, 1 << 30
-"""Numbers of adapters have 31 bits: vLLM keeps them in arrays of int32. Those that vLLM gives itself count from 1."""
+"""Numbers of adapters have 31 bits: vLLM keeps them in arrays of int32. Numbers that vLLM assigns itself start at 1."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class AdapterVersion:
     Attributes:
         name: such as ``acme/alice@18``; never with a ref.
         base: the version that it is on, such as ``acme/smol@17``.
-        key: name of its folder: the same for the same push of that version.
+        key: name of its folder; identical for the same push of that version.
         created_ms: when it was opened, as Unix time in milliseconds; 0 if no longer known.
-        base_digest: of the base's manifest, as the adapter names it; empty if it names none.
+        base_digest: digest of the base's manifest, as recorded in the adapter; empty if the adapter records none.
     """
 
     name: str
@@ -39,7 +39,7 @@ class AdapterVersion:
 
     @staticmethod
     def of(version: Version) -> AdapterVersion | None:
-        """An adapter's version; None if the version is no adapter's."""
+        """An adapter's version; None if the version is not an adapter."""
         base = BaseVersion.of(version.metadata)
         if base is None:
             return None
@@ -55,20 +55,20 @@ class AdapterVersion:
 
     @property
     def reference(self) -> Reference:
-        """Model and version apart."""
+        """Model and version, separately."""
         return parse_reference(self.name)
 
 
 @dataclass(frozen=True)
 class Order:
-    """An adapter's version that all workers of an engine are to load.
+    """An order to all workers of an engine to load an adapter's version.
 
     Attributes:
         name: such as ``acme/alice@18``.
-        number: by which vLLM knows it.
-        path: of its folder on the host of the API server.
-        base: the version that it is on.
-        server, lane: of the service that has it.
+        number: number under which vLLM knows it.
+        path: path of its folder on the host of the API server.
+        base: its base version.
+        server, lane: server and lane of the service that stores it.
     """
 
     name: str
@@ -80,9 +80,9 @@ class Order:
 
 
 def asked(name: str) -> Reference | None:
-    """Model and version that a request names; ``latest`` if it names no version; None if this is the name of no version.
+    """Model and version that a request names; ``latest`` if it names no version; None if this is not the name of a version.
 
-    Names of the service are ASCII. A text of JSON may have characters that no request to the service can carry, such as half of a surrogate pair.
+    Names of the service are ASCII. A JSON string may contain characters that a request to the service cannot carry, such as half of a surrogate pair.
     """
     if not name.isascii():
         return None
@@ -103,7 +103,10 @@ def is_number(version: str) -> bool:
 
 
 def numbers(name: str) -> Iterator[int]:
-    """Numbers that vLLM may know a version by, the first of which that no other name has is taken: the same everywhere, without asking anyone."""
+    """Candidate numbers of a version for vLLM, in order of preference.
+
+    The first that no other name uses is chosen. All processes compute the same candidates without communication.
+    """
     salt = 0
     while True:
         digest = hashlib.sha256(f"{salt}\0{name}".encode()).digest()
@@ -112,6 +115,6 @@ def numbers(name: str) -> Iterator[int]:
 
 
 def key_in(path: str) -> str:
-    """The `AdapterVersion.key` in the path of an adapter; empty if it is no path of these."""
+    """The `AdapterVersion.key` in the path of an adapter; empty if the path is not in the adapters' folder."""
     parts = PurePath(path).parts
     return parts[-1] if len(parts) > 1 and parts[-2] == FOLDER else ""

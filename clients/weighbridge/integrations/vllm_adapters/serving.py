@@ -22,17 +22,17 @@ _CHANGES = (
     ("rank_pattern", "ranks by pattern (rank_pattern)"),
     ("alpha_pattern", "alphas by pattern (alpha_pattern)"),
 )
-"""Keys of a config that change what is computed, and what they are."""
+"""Config keys that change the computation, with descriptions."""
 _NEVER = frozenset(key for key, _ in _CHANGES[:8])
-"""Those that no release of vLLM computes with in a language model."""
+"""Keys that no release of vLLM supports in a language model."""
 _KEEPS_BASE = ("gaussian", "eva", "orthogonal", "mica", "lora_ga", "true", "false")
-"""Ways to begin an adapter that leave the base's weights as they are."""
+"""Initialisations of an adapter that do not change the base's weights."""
 _PARTS = frozenset(("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"))
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """Facts of an engine of which adapters depend.
+    """Properties of an engine on which adapters depend.
 
     Attributes:
         base: the version in its parameters, such as ``acme/smol@17``; empty if that is not known.
@@ -40,7 +40,7 @@ class EngineState:
         why: reason why the version is not known.
         modules: last parts of the names of modules that take LoRA.
         max_rank: greatest rank.
-        known: keys of a config that this release of vLLM reads.
+        known: config keys that this release of vLLM reads.
     """
 
     base: str = ""
@@ -52,7 +52,7 @@ class EngineState:
 
     @staticmethod
     def of(said: Mapping[str, Any]) -> EngineState:
-        """A state from its fields, as another process has sent them."""
+        """A state from the fields that another process sent."""
         return EngineState(
             str(said["base"]), int(said["created_ms"]), str(said["why"]), tuple(said["modules"]), int(said["max_rank"]),
             tuple(said["known"]),
@@ -60,12 +60,12 @@ class EngineState:
 
     @property
     def can(self) -> str:
-        """Adapters that this engine takes, as text."""
+        """Description of the adapters that this engine supports."""
         return f"this engine takes LoRA and rsLoRA of rank up to {self.max_rank} on {', '.join(self.modules)}"
 
 
 def config_problems(config: Mapping[str, Any], engine: EngineState) -> list[str]:
-    """Reasons why an engine cannot serve an adapter of this config; none if it can."""
+    """Reasons why an engine cannot serve an adapter with this config; empty if it can."""
     kind = str(config.get("peft_type", "LORA"))
     if kind.upper() != "LORA":
         return [f"it is an adapter of type {kind}, and vLLM takes LoRA alone"]
@@ -92,10 +92,10 @@ def config_problems(config: Mapping[str, Any], engine: EngineState) -> list[str]
 
 
 def tensor_problems(names: Iterable[str], modules: Collection[str]) -> list[str]:
-    """Reasons why an engine cannot serve an adapter with these tensors; none if it can.
+    """Reasons why an engine cannot serve an adapter with these tensors; empty if it can.
 
     Args:
-        names: of its tensors, by peft.
+        names: names of its tensors in peft.
         modules: last parts of the names of modules that take LoRA.
     """
     others, unfit = [], set()
@@ -115,7 +115,9 @@ def tensor_problems(names: Iterable[str], modules: Collection[str]) -> list[str]
 
 
 def together(states: Sequence[EngineState]) -> EngineState:
-    """State of several engines behind one server, or of the workers of one: what is the same for all of them, and the modules of any."""
+    """Combined state of several engines behind one server, or of the workers of one engine: the values that are equal for all, and the union of their
+    modules.
+    """
     first = states[0]
     named = {each.base for each in states}
     modules = tuple(sorted({module for each in states for module in each.modules}))
@@ -128,12 +130,12 @@ def together(states: Sequence[EngineState]) -> EngineState:
 
 @dataclass(frozen=True)
 class BaseNow:
-    """A version of a base as the service has it now.
+    """A base version as currently stored in the service.
 
     Attributes:
-        name: such as ``acme/smol@17``. In another store, or one that was set back, another version may have it.
+        name: such as ``acme/smol@17``. In a different store, or in a store that was rolled back, a different version may have this name.
         created_ms: when it was opened, as Unix time in milliseconds; 0 if not known.
-        digest: of its manifest; empty if not known.
+        digest: digest of its manifest; empty if not known.
     """
 
     name: str
@@ -144,17 +146,17 @@ class BaseNow:
 def base_problem(
     name: str, base: str, engine: EngineState, now: BaseNow | None = None, digest: str = ""
 ) -> str:
-    """Reason why an adapter must not be computed with on the base that an engine has; empty if it may.
+    """Reason why an adapter must not be used on the base that an engine has; empty if it may be used.
 
-    An engine knows when its version was opened, and an adapter the digest of its base: the service, which knows both of what is called so now, says whether
-    they are one version.
+    An engine knows when its version was opened; an adapter knows the digest of its base. The service knows both for the version that has this name
+    now, so it can show whether they are the same version.
 
     Args:
-        name: of the adapter's version.
-        base: the version that it is on.
-        engine: what the engine has.
-        now: the version that is called as the base at the service now; None if that is not known.
-        digest: of the manifest of the base, as the adapter names it; empty if that is not known.
+        name: name of the adapter's version.
+        base: its base version.
+        engine: state of the engine.
+        now: the version that has the base's name at the service now; None if not known.
+        digest: digest of the base's manifest, as recorded in the adapter; empty if not known.
     """
     if not engine.base:
         return f"{name} is on {base}, and it is not known which version this engine serves: {engine.why}"

@@ -1,4 +1,4 @@
-"""Settings of the adapters that an engine serves: what a user writes into ``WEIGHBRIDGE_ADAPTERS``. Pure but for the environment that is handed in."""
+"""Settings of the adapters that an engine serves, from ``WEIGHBRIDGE_ADAPTERS``. Pure, except for the environment that is passed in."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ class AdapterSettings:
     """Adapters that an engine serves.
 
     Attributes:
-        patterns: of names of adapters, such as ``acme/*``. Other names are left to vLLM.
-        server: ``host:port`` of the service's gRPC face; None for that of load format weighbridge, ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
+        patterns: patterns of adapter names, such as ``acme/*``. vLLM handles other names.
+        server: ``host:port`` of the service's gRPC endpoint; None for the server of load format weighbridge, ``WEIGHBRIDGE_SERVER``, or
+            127.0.0.1:50051.
         lane: how weights travel, as for `weighbridge.EngineClient`.
-        base: the version that an engine serves which was started from a folder, such as ``acme/smol@17``; ignored where the engine has a version of
-            the service.
-        retry_seconds: how long a request waits for a service that cannot be reached.
-        unknown_seconds: how long a name that the service does not know is refused without being asked for again.
-        keep_versions: most versions of adapters that an API server knows, and most in the folder of the host.
-        keep_bytes: most bytes of adapters in the folder of the host.
+        base: the base version, such as ``acme/smol@17``, of an engine that was started from a folder; ignored if the engine has a version from the
+            service.
+        retry_seconds: how long a request waits while the service is unreachable.
+        unknown_seconds: how long a name that the service does not know is refused without another query.
+        keep_versions: maximum number of adapter versions that an API server knows, and that the host's folder contains.
+        keep_bytes: maximum bytes of adapters in the host's folder.
     """
 
     patterns: tuple[str, ...]
@@ -45,7 +46,7 @@ class AdapterSettings:
     keep_bytes: int = 8 << 30
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument for what cannot be."""
+        """Raise InvalidArgument for impossible values."""
         if not all(self.patterns) or not self.patterns:
             raise InvalidArgument(f"{VARIABLE} has no patterns", fix=_LIKE)
         if self.base:
@@ -59,10 +60,10 @@ class AdapterSettings:
 
     @staticmethod
     def read(text: str) -> AdapterSettings:
-        """Settings as a user has written them: patterns with commas between them, or a JSON object.
+        """Parse the settings: patterns separated by commas, or a JSON object.
 
         Raises:
-            InvalidArgument: it is neither, there is no such setting, or a value cannot be.
+            InvalidArgument: the text is neither, a setting does not exist, or a value is invalid.
         """
         if not text.lstrip().startswith("{"):
             return AdapterSettings(_patterns(text))
@@ -79,12 +80,12 @@ class AdapterSettings:
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> AdapterSettings | None:
-        """The settings in an environment; None if adapters are not asked for."""
+        """The settings in an environment; None if adapters are not enabled."""
         text = environment.get(VARIABLE, "").strip()
         return AdapterSettings.read(text) if text else None
 
     def within(self, load_format: str, extra: Mapping[str, Any]) -> AdapterSettings:
-        """The same with the service that load format weighbridge has, where no other one is named."""
+        """These settings with the service of load format weighbridge, if they do not name one."""
         if load_format != "weighbridge" or self.server is not None:
             return self
         return replace(self, server=extra.get("server"), lane=self.lane or extra.get("lane"))

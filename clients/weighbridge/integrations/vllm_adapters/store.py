@@ -1,7 +1,7 @@
-"""Folder of adapters on one host: every version in a folder of its own, as peft reads it, for all processes of this host that use the same cache.
+"""Folder of adapters on one host. Each version has its own folder in peft's format. All processes of the host that use the same cache share it.
 
-A process that may have a version loaded holds a shared lock on a file beside its folder. What is over the bounds is removed, the longest unused
-first, by whichever process gets the lock for itself alone. A process that dies holds nothing.
+A process that may have a version loaded holds a shared lock on a file beside its folder. Versions that exceed the limits are removed, least recently
+used first, by any process that gets the exclusive lock. A process that dies releases its locks.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Fetch = Callable[[Path], object]
 _LOCK = ".lock"
 _NEW, _OLD = ".new-", ".old-"
 _LEFT_SECONDS = 3600.0
-"""Age from which a folder of a process that died in the middle is removed."""
+"""Age at which an incomplete folder of a process that died is removed."""
 
 
 @dataclass
 class Hold:
-    """An adapter's folder, which stays while it is held. A context; `release` may be called again.
+    """An adapter's folder, which is not removed while it is held. A context manager; `release` may be called repeatedly.
 
     Attributes:
-        folder: with the adapter's two files.
-        nbytes: of these.
+        folder: path of the folder with the adapter's two files.
+        nbytes: size of these files.
     """
 
     folder: Path
@@ -43,7 +43,7 @@ class Hold:
     _descriptor: int
 
     def release(self) -> None:
-        """Let the folder be removed when there is need."""
+        """Allow the folder to be removed."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -61,8 +61,8 @@ class Store:
     """Adapters on this host.
 
     Args:
-        cache: folder of what clients can make again.
-        most_versions, most_bytes: what is kept at most, beside what is held.
+        cache: cache folder of clients.
+        most_versions, most_bytes: limits of what is stored in addition to held folders.
     """
 
     def __init__(self, cache: Path, most_versions: int, most_bytes: int) -> None:
@@ -71,11 +71,11 @@ class Store:
         self._most_bytes = most_bytes
 
     def hold(self, key: str, fetch: Fetch) -> Hold:
-        """An adapter's folder, which is fetched if it is not here.
+        """An adapter's folder; fetched if it is not on this host.
 
         Args:
-            key: of the version.
-            fetch: writes it.
+            key: key of the version.
+            fetch: writes the adapter into a folder.
 
         Raises:
             FailedPrecondition: it cannot be written.
@@ -100,11 +100,11 @@ class Store:
             raise
 
     def has(self, key: str) -> bool:
-        """Whether a version is here."""
+        """Whether a version is on this host."""
         return (self.root / key).is_dir()
 
     def prune(self) -> list[str]:
-        """Remove what is over the bounds and not held by any process; the keys of it."""
+        """Remove versions that exceed the limits and that no process holds. Returns their keys."""
         found = sorted(self._folders(), key=lambda each: each[1])
         count, nbytes = len(found), sum(size for _, _, size in found)
         removed = []
@@ -126,7 +126,7 @@ class Store:
                         yield each, each.stat().st_mtime, _nbytes(each)
 
     def _lock(self, key: str) -> int:
-        """Descriptor of a shared lock on the file that is there under this name."""
+        """Descriptor of a shared lock on the file that currently has this name."""
         path = self.root / f"{key}{_LOCK}"
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,6 @@
-"""Work of vLLM's workers for adapters: each has the files on its own host before vLLM reads them, and says which base version is in its parameters."""
+"""Adapter code in vLLM's workers: each worker fetches the files to its own host before vLLM reads them, and reports the base version in its
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,11 @@ from weighbridge.integrations.vllm_adapters.settings import AdapterSettings
 from weighbridge.integrations.vllm_adapters.store import Store
 
 _source: dict[str, str | None] = {}
-"""Server and lane of the newest order of this process: an adapter that vLLM reads again later comes from there, should its folder be gone."""
+"""Server and lane of this process's newest order. If vLLM reads an adapter again later and its folder is gone, the adapter is fetched from there."""
 
 
 def install() -> None:
-    """Have vLLM's workers in this process read adapters of weighbridge from this host's folder. Calling it again changes nothing."""
+    """Make vLLM's workers in this process read weighbridge adapters from this host's folder. Calling it again changes nothing."""
     load = WorkerLoRAManager._load_adapter
     if hasattr(load, "__wrapped__"):
         return
@@ -55,7 +57,10 @@ def install() -> None:
 
 
 def state_of(worker: Any) -> dict[str, Any]:
-    """State of one worker, as the fields of an `EngineState`. Raises nothing: what vLLM's workers raise is taken for the answer to another call."""
+    """State of one worker, as the fields of an `EngineState`.
+
+    Does not raise: vLLM would take an exception of a worker for the response to another call.
+    """
     try:
         return asdict(_state(worker))
     except Exception as error:
@@ -63,10 +68,10 @@ def state_of(worker: Any) -> dict[str, Any]:
 
 
 def load_adapter(worker: Any, order: Mapping[str, Any]) -> str:
-    """Have a worker load an adapter, and say why it cannot; empty if it has. Raises nothing, as `state_of`.
+    """Make a worker load an adapter. Returns the reason if it cannot, and an empty string otherwise. Does not raise, as `state_of`.
 
     Args:
-        worker: of vLLM.
+        worker: vLLM's worker.
         order: the fields of an `Order`.
     """
     try:
@@ -79,7 +84,7 @@ def load_adapter(worker: Any, order: Mapping[str, Any]) -> str:
 
 
 def lora_request(order: Order) -> Any:
-    """An order, as vLLM has it with each request."""
+    """An order as the object that vLLM attaches to each request."""
     return LoRARequest(
         lora_name=order.name,
         lora_int_id=order.number,
