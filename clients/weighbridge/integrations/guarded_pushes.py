@@ -1,7 +1,7 @@
-"""Pushes from hooks of a training loop, which must not harm it.
+"""Pushes from hooks of a training loop. A failed push must not stop the training.
 
-They follow the rules of every push (`weighbridge._clients.holding`), except that a hook logs failures unless the user has asked for an error. Before that a
-hook registers the model and looks for the weights, which may fail on one rank as well: so all ranks first tell each other whether they can.
+They follow the rules of every push (`weighbridge._clients.holding`), except that a hook logs failures unless the user has asked for an error. Before
+a push, a hook registers the model and collects the weights. Either may fail on a single rank, so all ranks first exchange whether they can push.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound, U
 T = TypeVar("T")
 
 _DURABLE_SECONDS = 60.0
-"""Time for which a version's way into the store is watched, so that the log can report its end."""
+"""How long the hook watches a version until it is stored, so that the log can report the outcome."""
 
 
 class GuardedPushes:
     """This rank's pushes from a hook.
 
     Args:
-        client: makes them; is closed with this.
+        client: client that pushes; closed together with this object.
         model: ``namespace/name``.
         register: registers the model; None if it is registered already. Rank 0 calls it once.
-        strict: a push that fails, or a version that cannot be completed, raises, and each push waits until its version is ready.
-        logger: of the hook.
-        options: of its pushes. With ``on_failure="raise"`` a push that fails raises, as with ``strict``, but none waits until its version is ready.
+        strict: raise if a push fails or a version cannot be completed; each push waits until its version is ready.
+        logger: logger of the hook.
+        options: options of its pushes. With ``on_failure="raise"`` a failed push raises, as with ``strict``, but a push does not wait until its
+            version is ready.
 
     Attributes:
         last: this rank's newest push, or None.
-        options: with which the hook's ``push`` pushes: what fails is raised to here.
+        options: options for the hook's ``push``: failures are raised to this object.
     """
 
     def __init__(
@@ -74,13 +75,14 @@ class GuardedPushes:
         prepare: Callable[[], tuple[int, Any]],
         push: Callable[[Any, int, int, int], PushHandle],
     ) -> bool:
-        """Push once for each step. All ranks call it. Returns whether `last` is now this rank's push of that step.
+        """Push once per step. All ranks call it. Returns whether `last` is now this rank's push of that step.
 
         Args:
-            what: name of what is pushed, for the log.
-            goes_on: name of what continues if the push fails, for the log: ``the save``.
-            prepare: gives the step and the weights; raises if this rank cannot push. On ranks but the first, the model may not be registered yet.
-            push: pushes these weights; gets the step, this rank and the number of ranks, too.
+            what: name of the pushed object, for the log.
+            goes_on: name of the activity that continues if the push fails, for the log: ``the save``.
+            prepare: returns the step and the weights; raises if this rank cannot push. On ranks other than the first, the model may not be registered
+                yet.
+            push: pushes these weights; also receives the step, this rank and the number of ranks.
         """
         try:
             with held(self._policy.begin()):
@@ -107,11 +109,11 @@ class GuardedPushes:
         return version
 
     def begin_anew(self) -> None:
-        """Forget the last step: the steps that come are not those that were pushed before."""
+        """Forget the last step: the following steps are not those that were pushed before."""
         self._pushed_step = None
 
     def close(self) -> None:
-        """Wait until what was pushed has arrived or failed."""
+        """Wait until all pushes have arrived or failed."""
         self._client.close()
 
     def _push(
@@ -119,14 +121,16 @@ class GuardedPushes:
     ) -> None:
         rank, world_size = rank_and_world(None, None)
         step, weights = self._prepared(prepare, rank, world_size)
-        if step == self._pushed_step:  # a trainer may save one step twice, to be kept and not to be kept
+        if (
+            step == self._pushed_step
+        ):  # a trainer may save a step twice: once permanently and once temporarily
             self._logger.info("%s: step %s was pushed already", self._model, step)
             return
         handle = push(weights, step, rank, world_size)
         self.last, self._pushed_step = handle, step
         if self._strict:
             self.wait(VersionState.READY)
-        # not a daemon: a trainer that ends after its last save must still say that it was not pushed
+        # not a daemon: if the trainer ends after its last save, it must still log that the save was not pushed
         for each in (handle, handle.training):
             if each is not None:
                 arguments = (each, step, rank, self._logger)
@@ -196,17 +200,17 @@ class PushHook:
             The version of the weights.
 
         Raises:
-            FailedPrecondition: it has pushed nothing.
+            FailedPrecondition: this rank has pushed nothing.
         """
         return self._pushes.wait(until, timeout=timeout)
 
     def close(self) -> None:
-        """Wait until what was pushed has arrived or failed, and close the connection."""
+        """Wait until all pushes have arrived or failed, and close the connection."""
         self._pushes.close()
 
 
 def of_all_ranks(value: T, world_size: int) -> list[T]:
-    """Gather a value of each rank; all ranks call it."""
+    """Gather a value from each rank; all ranks call it."""
     import torch.distributed as dist
 
     values = [value] * world_size
@@ -216,7 +220,7 @@ def of_all_ranks(value: T, world_size: int) -> list[T]:
 
 
 def follow(handle: PushHandle, step: int, rank: int, logger: logging.Logger) -> None:
-    """Log the outcome of a push: each rank that of its own part, rank 0 that of the version."""
+    """Log the outcome of a push: each rank logs its own part, rank 0 logs the version."""
     what = f"{handle.model}@{handle.number} (step {step})"
     try:
         handle.report()
@@ -232,7 +236,7 @@ def _follow_to_store(handle: PushHandle, what: str, logger: logging.Logger) -> N
     try:
         handle.wait(VersionState.DURABLE, timeout=_DURABLE_SECONDS)
     except Unavailable:
-        if not handle.closed:  # the service could not be reached
+        if not handle.closed:  # the service is unreachable
             raise
         logger.info("%s has arrived; its client was closed before it was in the store", what)
     else:

@@ -1,8 +1,8 @@
-"""State that Megatron's save receives besides the model, in the form from which a training state is pushed.
+"""State that Megatron's save receives in addition to the model, in the form from which a training state is pushed.
 
 A save receives the state dict of an optimizer, for which the distributed optimizer has gathered or renamed its state. A training state
-is pushed from the optimizer itself, without either. So a hook records, where optimizers make state dicts, which optimizer each state
-dict is of.
+is pushed from the optimizer itself, without either. So a hook wraps the methods in which optimizers create state dicts, and records the optimizer of
+each state dict.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _METHOD = "sharded_state_dict"
 
 
 class OptimizerNotes:
-    """A hook that records which of Megatron's optimizers has made the newest sharded state dict of an optimizer. `close` undoes it."""
+    """A hook that records which Megatron optimizer created the newest sharded state dict of an optimizer. `close` removes the hook."""
 
     def __init__(self) -> None:
         from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-        # the state dict is kept until it is saved: a dict takes no weak reference, and its id alone may be another's later
+        # the state dict is kept until it is saved: a dict does not support weak references, and its id may be reused later
         self._newest: tuple[Any, weakref.ref[Any]] | None = None
         self._in_place = True
         self._wrapped: list[tuple[type, Any, Any]] = []
@@ -40,7 +40,7 @@ class OptimizerNotes:
                 self._wrapped.append((kind, original, noting))
 
     def taken(self, state_dict: Mapping[str, Any]) -> tuple[str | None, Any]:
-        """Name under which a state dict has that of an optimizer, and the optimizer; None if it has none. Forgets the record."""
+        """Key of the optimizer's state dict within a state dict, and the optimizer; None if there is none. Clears the record."""
         newest, self._newest = self._newest, None
         if newest is not None:
             made, optimizer = newest
@@ -61,7 +61,7 @@ class OptimizerNotes:
         def sharded_state_dict(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             made = original(optimizer, *args, **kwargs)
             is_loading = kwargs.get("is_loading", args[1] if len(args) > 1 else False)
-            if self._in_place and not is_loading:  # of optimizers in each other the outermost returns last
+            if self._in_place and not is_loading:  # among nested optimizers, the outermost returns last
                 self._newest = made, weakref.ref(optimizer)
             return made
 
@@ -83,12 +83,12 @@ def _below(kind: type[Any]) -> Iterator[type[Any]]:
 
 @dataclass(frozen=True)
 class SavedState:
-    """State that a save receives besides the model.
+    """State that a save receives in addition to the model.
 
     Attributes:
-        optimizer: Megatron's; None on a rank that has none.
+        optimizer: Megatron's optimizer; None on a rank that has none.
         sharded: the model's weights, and with them all ``ShardedObject``s, whose data is plain.
-        state: everything else by its names, as plain values.
+        state: everything else, by name, as plain values.
     """
 
     optimizer: Any
@@ -100,12 +100,12 @@ class SavedState:
         """Sort a state dict.
 
         Args:
-            state_dict: what is saved.
-            weights: what of it is the model.
-            optimizer: what `OptimizerNotes.taken` has found.
+            state_dict: the saved state dict.
+            weights: the part of it that is the model.
+            optimizer: result of `OptimizerNotes.taken`.
 
         Raises:
-            InvalidArgument: it has shards of tensors that are neither the model's nor the optimizer's.
+            InvalidArgument: it contains shards of tensors that belong neither to the model nor to the optimizer.
         """
         from megatron.core.dist_checkpointing import ShardedObject
         from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
@@ -136,12 +136,12 @@ class SavedState:
                         fix="save it by a call of its own, or push weights alone: push_on_save(..., training=False)",
                     )
                 objects.append(replace(entry, data=plain(entry.data)))
-            # in this order: what is alone may be a tensor, which is neither true nor false
+            # in this order: a single value may be a tensor, which has no truth value
             if not sharded or others:
                 state[key] = plain(others)
         return SavedState(found, {"model": weights, "objects": objects}, state)
 
     def check(self, rank: int) -> None:
-        """Refuse what `TrainerClient.push` would refuse. Raises as that does."""
+        """Refuse values that `TrainerClient.push` would refuse, with the same errors."""
         held = training_tensors(sharded_tensors(self.sharded), self.optimizer)
         training_state(held, rank, self.state, None)

@@ -1,6 +1,7 @@
-"""Checkpoint engine of NeMo-RL: its refits as updates through the service, each a version.
+"""Checkpoint engine of NeMo-RL: each refit is an update through the service, and becomes a version.
 
-NeMo-RL makes it by ``policy.generation.refit_transport: weighbridge.integrations.nemo_rl:WeighbridgeCheckpointEngine``, in policy workers and in vLLM's.
+NeMo-RL creates it in policy workers and in vLLM's workers if ``policy.generation.refit_transport:
+weighbridge.integrations.nemo_rl:WeighbridgeCheckpointEngine`` is set.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from weighbridge.integrations.weight_updates import Update, UpdateWorker, Worker
 class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: ignore[misc]  # NeMo-RL is seen as untyped
     """One worker's end of the refits of a NeMo-RL job.
 
-    Workers receive each other's metadata once, and refits have no number: both sides count them.
+    Workers receive each other's metadata once. Refits have no number, so both sides count them.
 
     Args:
-        bucket_size: bytes of the largest batch that a rollout is given, of more tensors than one; and the most that a policy worker needs beside
+        bucket_size: maximum bytes of a batch of several tensors that a rollout receives; also the maximum that a policy worker uses in addition to
             the tensor that it gathers.
-        release_after_refit: NeMo-RL's own, and not used.
-        settings: as `WorkerSettings` has them.
+        release_after_refit: argument of NeMo-RL; not used.
+        settings: the fields of `WorkerSettings`.
 
     Raises:
-        InvalidArgument: there is no such setting, lane or port.
+        InvalidArgument: a setting, lane or port does not exist.
     """
 
     shard_expert_weights = False
@@ -40,7 +41,7 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
         self._refits = 0
 
     def prepare(self) -> dict[str, Any]:
-        """Metadata for the other workers: a ticket. All use the first worker's."""
+        """Metadata for the other workers: a ticket. All workers use the first worker's ticket."""
         return {"ticket": Update.new().ticket}
 
     def init_policy_process_group(
@@ -69,7 +70,7 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
         self._begin(metadata)
 
     def get_target_weight_layout(self) -> None:
-        """Megatron's workers ask which experts to select for a peer: none has a peer."""
+        """Megatron's workers ask which experts to select for a peer; here workers have no peers."""
 
     async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
         """Push this worker's share of each tensor, and wait until rollouts can pull the version.
@@ -80,7 +81,7 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
         await self._push(self._next(), weights, None, self._bucket)
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
-        """Pull the refit's tensors, whole, once all policy workers have pushed, in batches that fit into a bucket.
+        """Pull the refit's whole tensors once all policy workers have pushed, in batches that fit into a bucket.
 
         Raises:
             WeighbridgeError: as `UpdateReceiver.receive`.

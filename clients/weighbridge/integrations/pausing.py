@@ -1,4 +1,4 @@
-"""Pause of engines' generation, around an update of their weights: it ends in any case."""
+"""Pause of engines' generation around a weight update. The engines are always resumed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from weighbridge.errors import FailedPrecondition
 
 @contextmanager
 def paused(pause: Callable[[], object], resume: Callable[[], object]) -> Iterator[None]:
-    """Pause, and resume when the block ends or fails; also if to pause fails, since some engines may have paused.
+    """Pause, and resume when the block ends or fails. Also resumes if pausing fails, because some engines may have paused.
 
     Args:
-        pause, resume: ask all engines to stop, and to go on.
+        pause, resume: ask all engines to pause, and to resume.
 
     Raises:
-        FailedPrecondition: engines could not be resumed; says also what failed before, if anything did. An interrupt stays one, with a
-            note.
+        FailedPrecondition: engines could not be resumed; also states an earlier failure. An interrupt is raised unchanged, with a note.
     """
     try:
         pause()

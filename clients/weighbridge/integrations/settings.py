@@ -1,4 +1,4 @@
-"""Reader of settings as users write them, by name: for dataclasses whose fields are the settings, and whose types say what each may be. Pure."""
+"""Reader of settings that users write by name. The fields of a dataclass are the settings, and their types are the allowed types. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from weighbridge.errors import InvalidArgument
 
 
 def checked(kind: type, given: Mapping[str, Any], of: str) -> dict[str, Any]:
-    """Settings that exist and have the right types. Those that are null count as not given; a float may be written as an int.
+    """Settings, checked for existence and type. Null counts as not given; an int is accepted for a float.
 
     Args:
         kind: the dataclass.
-        given: by name.
-        of: what has them, for errors.
+        given: values by name.
+        of: owner of the settings, for errors.
 
     Raises:
-        InvalidArgument: there is no such setting, or a value is of another type.
+        InvalidArgument: a setting does not exist, or a value has the wrong type.
     """
     kinds = get_type_hints(kind)
     given = {name: value for name, value in given.items() if value is not None or name not in kinds}

@@ -1,6 +1,6 @@
 """Weight transfer of TRL: each sync of an ``AsyncGRPOTrainer`` is a version, and the ranks of vLLM pull their own slices of it.
 
-``AsyncGRPOTrainer(weight_transfer=WeighbridgeTransfer(...))``. TRL asks five methods of it and is not imported here.
+``AsyncGRPOTrainer(weight_transfer=WeighbridgeTransfer(...))``. TRL calls five of its methods. This module does not import TRL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class WeighbridgeTransfer:
-    """Brings the weights of TRL's main process to vLLM servers that have weighbridge's plug-in.
+    """Transfers the weights of TRL's main process to vLLM servers that have weighbridge's plug-in.
 
     TRL pauses its server before it gathers, and resumes it after the transfer, unless that has failed. Here servers generate until the version is
     complete and lies on their machines. `send_weights` pauses them for the last step only, and resumes them in any case in which their weights are
@@ -30,20 +30,20 @@ class WeighbridgeTransfer:
 
     Args:
         model: ``namespace/name``.
-        urls: of the vLLM server, as ``vllm_server_base_url``; of several; or none, if agents beside them follow ``live``.
-        server: ``host:port`` of the service's gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
-        step: gives a version its step, as ``lambda: trainer.state.global_step``; by default how many were sent.
-        pause_mode: treatment of requests under way: ``keep`` them, as TRL does, ``wait`` for them, or ``abort`` them.
-        buffer_bytes: host memory for what is sent by gRPC.
+        urls: URL of the vLLM server, as ``vllm_server_base_url``; or several URLs; or none, if agents of the servers follow ``live``.
+        server: ``host:port`` of the service's gRPC endpoint; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
+        step: returns the step of a version, such as ``lambda: trainer.state.global_step``; by default the number of versions sent.
+        pause_mode: treatment of running requests: ``keep`` them, as TRL does, ``wait`` for them, or ``abort`` them.
+        buffer_bytes: host memory for data that is sent by gRPC.
         start_seconds: how long to wait for servers that are starting.
         settings: ``hf_dir``, ``dtype``, ``run``, ``cast``, ``lane``, ``engine_server``, ``retry_seconds``, ``stale_drafter``: as for `PluginSettings`.
 
     Attributes:
         pushed: the newest push.
-        updated: what the newest update of the servers took.
+        updated: measurements of the newest update of the servers.
 
     Raises:
-        InvalidArgument: there is no such setting, lane or port.
+        InvalidArgument: a setting, lane or port does not exist.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class WeighbridgeTransfer:
         }
 
     def init_weight_transfer(self) -> None:
-        """Register the model, and see that all servers take updates.
+        """Register the model, and check that all servers accept updates.
 
         Raises:
             As `TrainerClient.register_model`, and:
-            EngineFailed: a server does not answer, or not as vLLM does with ``VLLM_SERVER_DEV_MODE=1``.
-            FailedPrecondition: it was not started for updates from weighbridge.
+            EngineFailed: a server does not respond, or does not respond like vLLM with ``VLLM_SERVER_DEV_MODE=1``.
+            FailedPrecondition: a server was not started for updates from weighbridge.
         """
         self._sender.register()
         for engine in self._engines.values():
@@ -92,18 +92,18 @@ class WeighbridgeTransfer:
             engine.connect()
 
     def pause(self) -> None:
-        """Nothing yet: servers generate while weights travel."""
+        """Does nothing: servers generate while weights are transferred."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Push the weights, and bring all servers to them.
+        """Push the weights, and update all servers to them.
 
         Args:
-            iterator: name and whole tensor of each; taken to the end in any case, since other ranks gather them together with this one.
+            iterator: name and whole tensor of each. Always consumed to the end, because other ranks gather them together with this one.
 
         Raises:
             As `TrainerClient.push_gathered`, and:
-            VersionFailed: the version could not be completed; no server was touched.
-            EngineFailed: a server could not be brought to the version, and keeps the weights that it has; says why.
+            VersionFailed: the version could not be completed; no server was changed.
+            EngineFailed: a server could not be updated, and keeps its weights; states why.
         """
         with taken_to_the_end(iterator):
             sender, step = self._sender, None if self._step is None else self._step()
@@ -119,7 +119,7 @@ class WeighbridgeTransfer:
         self.updated = update(self._engines, version.number, label(version.model, version.number))
 
     def resume(self) -> None:
-        """Nothing: servers go on as soon as they have the weights."""
+        """Does nothing: servers resume as soon as they have the weights."""
 
     def destroy(self) -> None:
         """End the connection to the service."""

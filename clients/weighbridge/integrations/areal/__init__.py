@@ -1,6 +1,6 @@
 """Weighbridge inside AReaL 1.0: a trainer whose actors push their shards, and whose rollouts load the version.
 
-Nothing is imported here: AReaL's workers import the module of their engine's class alone.
+This module imports nothing: AReaL's workers import only the module of their engine's class.
 """
 
 # May import: `pausing`, `engine_rank`, `_clients` and folders below, and AReaL.
@@ -8,5 +8,5 @@ Nothing is imported here: AReaL's workers import the module of their engine's cl
 # - `trainer`: AReaL's trainer with these actors.
 # - `fsdp`: actor of FSDP2.
 # - `megatron`: actor of Megatron-core.
-# - `updates`: what an update does on each rank of an actor.
-# - `settings`: what the environment says.
+# - `updates`: an update on each rank of an actor.
+# - `settings`: settings from the environment.

@@ -15,9 +15,9 @@ class WeighbridgeFSDPActor(UpdatesByWeighbridge, FSDPPPOActor):  # type: ignore[
     """AReaL's ``FSDPPPOActor``, with another `update_weights`."""
 
     def shards(self) -> Any:
-        """The model, whose DTensors know their boxes."""
+        """The model; its DTensors contain their boxes."""
         return self.model
 
     def hand_over(self, client: TrainerClient, model: str, shards: Any, **said: Any) -> PushHandle:
-        """Push the boxes of this rank's DTensors; nothing is gathered."""
+        """Push the boxes of this rank's DTensors without gathering."""
         return client.push_state_dict(model, shards, **said)

@@ -16,9 +16,9 @@ class WeighbridgeMegatronActor(UpdatesByWeighbridge, MegatronPPOActor):  # type:
     """AReaL's ``MegatronPPOActor``, with another `update_weights`."""
 
     def shards(self) -> Any:
-        """This rank's shards as Megatron-core has them."""
+        """This rank's shards as stored by Megatron-core."""
         return sharded_chunks(self.model)
 
     def hand_over(self, client: TrainerClient, model: str, shards: Any, **said: Any) -> PushHandle:
-        """Push these; nothing is gathered, and no name is translated here."""
+        """Push these shards, without gathering and without translating names here."""
         return client.push(model, shards, **said)

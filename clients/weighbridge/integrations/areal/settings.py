@@ -1,4 +1,4 @@
-"""Settings of AReaL's actors, from the environment: AReaL's configuration has no place for others' keys, and hands the environment on to workers."""
+"""Settings of AReaL's actors, from the environment: AReaL's configuration accepts no foreign keys, but AReaL passes the environment to workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUT = "WEIGHBRIDGE_TIMEOUT_SECONDS"
 _VARIABLES = {"model": MODEL, "server": SERVER, "lane": LANE}
 _TIMEOUT_SECONDS = 1500.0
 _LONGEST_SECONDS = 7200.0
-"""Timeout of AReaL's own groups, in which ranks wait for each other."""
+"""Timeout of AReaL's own process groups."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Settings(UpdateSettings):
     """Settings of an actor. The folder is AReaL's ``actor.path``, or the name of one on the Hub whose files this machine has.
 
     Attributes:
-        timeout_seconds: within which all ranks' shards must have arrived, and then, anew, within which rollouts must have loaded them.
+        timeout_seconds: time within which the shards of all ranks must arrive; the same time applies again to the load by rollouts.
     """
 
     timeout_seconds: float = _TIMEOUT_SECONDS
@@ -35,10 +35,10 @@ class Settings(UpdateSettings):
 
         Args:
             config: AReaL's ``PPOActorConfig``.
-            environment: of the process.
+            environment: environment of the process.
 
         Raises:
-            InvalidArgument: no model is named, AReaL is to update weights by NCCL, or the timeout is not a valid number.
+            InvalidArgument: no model is named, AReaL is configured to update weights by NCCL, or the timeout is not a valid number.
         """
         said: dict[str, Any] = {
             name: environment[each] for name, each in _VARIABLES.items() if environment.get(each)
@@ -57,7 +57,7 @@ class Settings(UpdateSettings):
         return Settings(**said, run=run, hf_dir=config.path, timeout_seconds=timeout)
 
     def hand_on(self, environment: MutableMapping[str, str]) -> None:
-        """Add these settings to the environment of a worker, except for variables that it has."""
+        """Add these settings to the environment of a worker, except for variables that are already set."""
         for name, variable in _VARIABLES.items():
             if (value := getattr(self, name)) is not None:
                 environment.setdefault(variable, value)

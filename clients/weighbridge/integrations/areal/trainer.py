@@ -1,4 +1,4 @@
-"""Trainer of AReaL whose actor hands its weights to the service: `PPOTrainer` with one method overridden."""
+"""Trainer of AReaL whose actor pushes its weights to the service: `PPOTrainer` with one method overridden."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from weighbridge.errors import InvalidArgument
 from weighbridge.integrations.areal.settings import Settings
 
 _ACTORS = {"fsdp": ("fsdp", "WeighbridgeFSDPActor"), "megatron": ("megatron", "WeighbridgeMegatronActor")}
-"""Module and class by AReaL's name of a backend."""
+"""Module and class for each of AReaL's backend names."""
 
 
 class WeighbridgePPOTrainer(PPOTrainer):  # type: ignore[misc]  # AReaL is seen as untyped
     """AReaL's `PPOTrainer`: the same arguments, configuration and methods."""
 
     def _create_train_engine(self, actor_config: Any, alloc: Any) -> Any:
-        """Make the actor. The reference and the teacher, which push no updates, are AReaL's own.
+        """Create the actor. The reference and the teacher, which push no updates, are AReaL's own.
 
         Raises:
-            InvalidArgument: settings are missing, or there is no actor for this backend.
+            InvalidArgument: settings are missing, or no actor exists for this backend.
         """
         if actor_config is not self.config.actor:
             return super()._create_train_engine(actor_config, alloc)
@@ -39,10 +39,10 @@ class WeighbridgePPOTrainer(PPOTrainer):  # type: ignore[misc]  # AReaL is seen 
 
 
 def actor_of(backend: str) -> Any:
-    """The class of actors of a backend, which is imported only then.
+    """The actor class of a backend; imported on demand.
 
     Raises:
-        InvalidArgument: there is no class for this backend.
+        InvalidArgument: no class exists for this backend.
     """
     if backend not in _ACTORS:
         raise InvalidArgument(

@@ -1,7 +1,6 @@
-"""Updates of weights on the ranks of an AReaL actor: each hands over its own shards, and rank 0 has the rollouts load the version.
+"""Weight updates on the ranks of an AReaL actor: each rank pushes its own shards, and rank 0 makes the rollouts load the version.
 
-AReaL's own updates gather the model, on rank 0 or to be broadcast, while generation stands still. Here it stands still only while
-engines load.
+AReaL's own updates gather the model on rank 0 or for a broadcast, while generation is paused. Here it is paused only while engines load.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from weighbridge.integrations.pausing import paused
 from weighbridge.integrations.weight_updates import Update
 
 _MARK_SECONDS = 120
-"""Lifetime of the mark that a folder is complete; AReaL's engines wait for it as long."""
+"""Lifetime of the mark that a folder is complete. AReaL's engines wait for the mark equally long."""
 
 
 class UpdatesByWeighbridge:
-    """Updates of an actor instead of AReaL's updates from a disk. Goes before AReaL's own class among the bases.
+    """Updates of an actor that replace AReaL's updates from a disk. Must precede AReaL's own class among the bases.
 
     Attributes:
         pushed: the newest push of this rank.
@@ -46,19 +45,19 @@ class UpdatesByWeighbridge:
     _updates = 0
     """Number of updates that this rank has begun."""
     _left: tuple[Path, ...] = ()
-    """Folders of updates that rollouts did not load; some may still be reading."""
+    """Folders of updates that rollouts failed to load; some rollouts may still be reading them."""
 
     def update_weights(self: Any, meta: Any) -> None:
-        """Push a version and have all rollouts load it. All ranks call it.
+        """Push a version and make all rollouts load it. All ranks call it.
 
-        The version is downloaded to AReaL's own folder (``cluster.fileroot``, which its nodes share). Adapters of LoRA, which are small, go by
-        AReaL's own update.
+        The version is downloaded to AReaL's own folder (``cluster.fileroot``, which its nodes share). LoRA adapters, which are small, use AReaL's own
+        update.
 
         Args:
             meta: AReaL's ``WeightUpdateMeta``, of type ``disk``.
 
         Raises:
-            RanksFailed: on all ranks, if it failed on any. Rollouts were not touched if ranks could not push; generation goes on in any case.
+            RanksFailed: on all ranks, if it failed on any. If ranks could not push, rollouts were not changed. Generation always resumes.
         """
         if meta.use_lora:
             super().update_weights(meta)  # type: ignore[misc]  # AReaL's, by the class that this is mixed into
@@ -98,11 +97,11 @@ class UpdatesByWeighbridge:
 
     @abstractmethod
     def shards(self) -> Any:
-        """Shards that this rank pushes, as `hand_over` takes them."""
+        """Shards that this rank pushes, in the form that `hand_over` accepts."""
 
     @abstractmethod
     def hand_over(self, client: TrainerClient, model: str, shards: Any, **said: Any) -> PushHandle:
-        """Push this rank's shards; ``said`` are the arguments that every way to push takes."""
+        """Push this rank's shards; ``said`` contains the arguments common to all push methods."""
 
     @cached_property
     def _settings(self: Any) -> Settings:
@@ -113,15 +112,15 @@ class UpdatesByWeighbridge:
         return self._settings.trainer()
 
     def _begin(self: Any, ranks: ProcessGroup) -> str:
-        """Find out whether this rank can push, before the first update and after one that failed: the others would wait for it. Rank 0
+        """Check that this rank can push, before the first update and after a failed one: otherwise the other ranks would wait for it. Rank 0
         registers the model.
 
         Returns:
-            A ticket for the updates that come.
+            A ticket for the following updates.
         """
         with (
             self._offload_aware_context()
-        ):  # before all that may fail: to onload and to offload wait for all ranks
+        ):  # before any step that may fail: onload and offload wait for all ranks
             settings, client = self._settings, self._client
             self.shards()
             if ranks.rank == 0:
@@ -145,25 +144,25 @@ class UpdatesByWeighbridge:
             timeout = self._settings.timeout_seconds
             if ranks.rank:
                 handle.report(timeout)
-            else:  # one rank waits for all, which receive the outcome from it
+            else:  # one rank waits for all ranks, which receive the outcome from it
                 handle.wait(VersionState.READY, timeout=timeout)
         return int(handle.number)
 
     def _bring(self: Any, number: int, meta: Any) -> None:
-        """Download a version while engines generate, and have them load it, as AReaL has them load what it has saved."""
+        """Download a version while engines generate, and make them load it the way AReaL makes them load its own saves."""
         if meta.path is None:
             raise FailedPrecondition(
                 "AReaL does not say where rollouts read weights", fix="set actor.weight_update_mode=disk"
             )
         deadline = time.monotonic() + self._settings.timeout_seconds
-        # engines may still read the folder of a try that failed
+        # engines may still read the folder of a failed attempt
         folder = Path(f"{meta.path}-{uuid.uuid4().hex[:8]}")
         self._download(number, folder, deadline)
         self._left += (folder,)
         ours = copy.copy(meta)
         ours.path = str(folder)
         self._load(ours, deadline)
-        *left, _ = self._left  # AReaL removes what it has loaded
+        *left, _ = self._left  # AReaL removes folders after loading them
         self._left = ()
         for each in left:
             shutil.rmtree(each, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Contract between an engine's rank and the service: record what the rank takes, prepare, agree, apply, discard, status.
+"""Contract between an engine's rank and the service: record which slices the rank needs, prepare, agree, apply, discard, status.
 
-An adapter describes the engine's model as an `EngineModel` and calls an `EngineRank`; docs/engines.md adds an engine in a page.
+An adapter describes the engine's model as an `EngineModel` and calls an `EngineRank`; docs/engines.md shows how to add an engine.
 """
 
 # May import: `follow`, `_lazy`, `_reporting`, `_clients` and folders below, and no engine. `source` and `fitting` need no torch. What a rank says of its versions
@@ -12,6 +12,6 @@ An adapter describes the engine's model as an `EngineModel` and calls an `Engine
 # - `storageless`: stand-ins for parameters, for runs of the loader that change nothing.
 # - `drafting`: a model with the drafter of speculative decoding.
 # - `model`: what an adapter provides.
-# - `turns`: turns of threads while a version is prepared.
-# - `preparation`: what was recorded of a model's loader, and a version on its way to host memory.
-# - `rank`: versions of one rank, and the way between them.
+# - `turns`: scheduling of threads while a version is prepared.
+# - `preparation`: the recording of a model's loader, and a version that is being fetched to host memory.
+# - `rank`: versions of one rank, and the transitions between them.

@@ -1,7 +1,7 @@
 """Speculative decoding: the target model and its drafter are updated together.
 
-Both take the same version, or the drafter has versions of its own. What they share, as embeddings and output layers, belongs to the model that
-answers: its loader alone fills it, as the engine discards what the drafter's own loader has put there when it shares it.
+Both load the same version, or the drafter has its own versions. Shared tensors, such as embeddings and output layers, belong to the target model.
+Only its loader fills them, because the engine discards the values from the drafter's loader when it shares the tensors.
 """
 
 from __future__ import annotations

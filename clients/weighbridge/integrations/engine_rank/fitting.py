@@ -1,6 +1,7 @@
-"""Checks of a version against the engine that is to take it.
+"""Checks of a version against the engine that will load it.
 
-An engine's loader may leave out what it has no place for: with two experts more, or two layers, it would load the rest and say nothing.
+An engine's loader may silently skip tensors that it has no parameter for: with two additional experts or layers, it would load the rest without an
+error.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ _FIELDS = (
     "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
     "first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
 )  # fmt: skip
-"""Settings that decide which tensors there are and how large they are."""
+"""Settings that determine which tensors exist and their sizes."""
 _MOST_NAMED = 8
 _FIX = "start an engine from this version"
 
 
 def refuse_updates(setting: str, why: str, instead: str) -> None:
-    """Refuse updates of an engine whose answers would still come from old weights in part.
+    """Refuse updates of an engine whose responses would still be computed from old weights in part.
 
     Args:
-        setting: of the engine.
-        why: it would.
-        instead: what to start it with.
+        setting: setting of the engine.
+        why: reason.
+        instead: setting to start the engine with instead.
 
     Raises:
         FailedPrecondition: always.
@@ -43,10 +44,10 @@ def refuse_updates(setting: str, why: str, instead: str) -> None:
 
 
 def check_config(engine: Any, config: bytes, version: object) -> None:
-    """Refuse a version whose configuration describes another model than the engine's.
+    """Refuse a version whose configuration describes a different model than the engine's.
 
     Args:
-        engine: the configuration that the engine's model was made with.
+        engine: the configuration of the engine's model.
         config: ``config.json`` of the version.
         version: what to call it.
 
@@ -56,7 +57,7 @@ def check_config(engine: Any, config: bytes, version: object) -> None:
     found = json.loads(config)
     wrong = []
     for field in _FIELDS:
-        # by attribute: newer releases of transformers write some under another name. SGLang pads heads on CPUs and keeps how many there were
+        # by attribute: newer releases of transformers write some under another name. SGLang pads heads on CPUs and keeps the original number
         ours = getattr(engine, f"original_{field}", getattr(engine, field, None))
         theirs = found.get(field)
         if ours is not None and theirs is not None and ours != theirs:
@@ -69,7 +70,7 @@ def check_config(engine: Any, config: bytes, version: object) -> None:
 
 
 def check_tensors(known: Iterable[TensorSpec], found: Iterable[TensorSpec], version: object) -> None:
-    """Refuse a version with other tensors than the previous version; their dtypes may differ.
+    """Refuse a version whose tensors differ from those of the previous version; their dtypes may differ.
 
     Raises:
         FailedPrecondition: names tensors that are missing, too many or of another shape.
@@ -100,10 +101,10 @@ def check_covered(
     """Refuse a version that leaves elements of a parameter without a value.
 
     Args:
-        unwritten: elements that the loader leaves alone, by parameter.
-        parameters: the engine's, by name.
+        unwritten: elements that the loader does not write, by parameter.
+        parameters: the engine's parameters, by name.
         version: what to call it.
-        spare: how many elements of a parameter may be left alone, as padding is.
+        spare: number of elements of a parameter that may stay unwritten, such as padding.
 
     Raises:
         FailedPrecondition: names the parameters.
@@ -120,12 +121,12 @@ def check_covered(
 
 
 def unseen(model: Any, recording: lazy.Recording, seen: Mapping[str, Any]) -> dict[str, str]:
-    """Parameters of a model of which a version's bytes do not say what they must be, by name, and why.
+    """Parameters of a model whose values cannot be derived from a version's bytes, by name, with the reason.
 
     Args:
         model: a `torch.nn.Module`.
-        recording: of its loader.
-        seen: the parameters of which they do.
+        recording: recording of its loader.
+        seen: the parameters whose values can be derived.
     """
     there = {id(tensor) for tensor in seen.values()}
     found = dict.fromkeys(

@@ -348,7 +348,7 @@ class EngineModel(ABC):
 
         Args:
             update: the staged update.
-            recording: that it was made of.
+            recording: the recording that it was made from.
 
         Returns:
             Number of layers that were processed.
@@ -370,7 +370,7 @@ class EngineModel(ABC):
 
         Args:
             update: the prepared update.
-            recording: that it was made of.
+            recording: the recording that it was made from.
             rest: result of `bring_rest`.
         """
         update.fill_all(self.targets())

@@ -1,5 +1,4 @@
-"""Preparation of a version: what was recorded of its loader, its checks, and its bytes on their way to host memory, in a thread of their own while the
-engine serves."""
+"""Preparation of a version: recording of its loader, checks, and the fetch of its bytes to host memory in a separate thread while the engine serves."""
 
 from __future__ import annotations
 
@@ -29,22 +28,22 @@ from weighbridge.integrations.engine_rank.turns import short_turns
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
-"""Pause between two checks whether a version that is not ready is still wanted."""
+"""Pause between two checks whether a version that is not ready is still needed."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.0005, 0.02
-"""Seconds between two looks at what has arrived."""
+"""Seconds between two checks for arrived data."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Recording of what a rank takes of any version of a model.
+    """Recording of the slices that a rank needs of any version of a model.
 
     Attributes:
         model: ``namespace/name``.
         specs: the tensors of its versions.
-        configuration: the engine's, when its loader was recorded.
-        recording: of the loader.
-        draft: model of a drafter whose versions come beside them; empty without.
-        draft_specs: the tensors of these.
+        configuration: the engine's configuration when its loader was recorded.
+        recording: recording of the loader.
+        draft: model of a drafter whose versions accompany them; empty if there is none.
+        draft_specs: the tensors of the drafter's versions.
     """
 
     model: str
@@ -56,7 +55,7 @@ class Recorded:
 
     @staticmethod
     def of(found: lazy.Source, configuration: str, recording: lazy.Recording) -> Recorded:
-        """Recording that was made with a version."""
+        """Create a record from a version and its recording."""
         if not isinstance(found, lazy.Pair):
             return Recorded(found.version.model, found.specs, configuration, recording)
         mine = found.drafter
@@ -65,7 +64,7 @@ class Recorded:
         )
 
     def is_of(self, source: ModelSource, configuration: str) -> bool:
-        """Whether versions of a source are taken by this recording."""
+        """Whether this recording applies to versions of a source."""
         asked = source.model, source.draft.rpartition("@")[0], configuration
         return (self.model, self.draft, self.configuration) == asked
 
@@ -80,26 +79,26 @@ class Recorded:
             check_tensors(self.draft_specs, found.drafter.specs, found.drafter.version)
 
     def has_dtypes_of(self, found: lazy.Source) -> bool:
-        """Whether a version that `check` has passed has the dtypes that were recorded, too."""
+        """Whether a version that passed `check` also has the recorded dtypes."""
         mine = found.drafter.specs if isinstance(found, lazy.Pair) else ()
         return (found.specs, mine) == (self.specs, self.draft_specs)
 
     @cached_property
     def tensors_digest(self) -> str:
-        """Digest of the tensors, as `ArrivalMarks` has that of a version."""
+        """Digest of the tensors, in the form that `ArrivalMarks` contains for a version."""
         return Layout.stream(self.specs, ()).digest
 
 
 def check_model(config: Any, client: EngineClient, version: Version) -> None:
-    """Refuse a version that is of another model than the engine's.
+    """Refuse a version that belongs to a different model than the engine's.
 
     Args:
-        config: the Hugging Face configuration that the engine's model was made with; None compares nothing.
+        config: the Hugging Face configuration of the engine's model; None skips the comparison.
         client: of the service.
         version: the version.
 
     Raises:
-        FailedPrecondition: says what differs, or that it is an adapter.
+        FailedPrecondition: states what differs, or that the version is an adapter.
     """
     version.check_whole()
     if config is not None:
@@ -109,22 +108,22 @@ def check_model(config: Any, client: EngineClient, version: Version) -> None:
 
 
 class RecordingStale(FailedPrecondition):
-    """A version has other dtypes than the one that was recorded; the next preparation records the loader again."""
+    """The dtypes of a version differ from the recorded ones; the next preparation records the loader again."""
 
 
 class Preparation:
-    """A version on its way to this rank's host memory.
+    """A version that is being fetched to this rank's host memory.
 
     Attributes:
         source: where it comes from.
-        number: of the version.
-        recorded: what is taken of it.
-        nbytes: bytes that come.
-        seconds: how long it took, once it has ended.
-        error: why it failed; None if it did not, or has not ended.
-        rest: what the model's own loader has to run for.
-        asked: whether an agent counts on it. One that was begun early gives way to another version until then.
-        early_seconds: how long before that it was begun.
+        number: number of the version.
+        recorded: the slices that are fetched.
+        nbytes: bytes to fetch.
+        seconds: duration, once it has ended.
+        error: why it failed; None if it did not fail or has not ended.
+        rest: tensors for which the model's own loader must run.
+        asked: whether an agent requested it. Until then, a preparation that began early yields to another version.
+        early_seconds: how long before the request it began.
 
     Args:
         engine: the model.
@@ -177,22 +176,22 @@ class Preparation:
 
     @property
     def update(self) -> lazy.Update:
-        """The bytes, and where they go.
+        """The bytes, and their destinations.
 
         Raises:
-            FailedPrecondition: they are not here.
+            FailedPrecondition: the bytes have not arrived.
         """
         if self._update is None:
             raise FailedPrecondition(f"{self.label} has not been prepared")
         return self._update
 
     def ask(self) -> None:
-        """Count on it."""
+        """Mark it as requested."""
         if not self.asked:
             self.asked, self.early_seconds = True, time.monotonic() - self._begun
 
     def wait(self) -> None:
-        """Wait for its end.
+        """Wait until it has ended.
 
         Raises:
             WeighbridgeError: it failed.
@@ -202,7 +201,7 @@ class Preparation:
             raise self.error
 
     def close(self) -> None:
-        """Give the memory back: at once, or when what is under way has ended."""
+        """Release the memory: at once, or when the running fetch has ended."""
         self._unwanted.set()
         self._ended.add_done_callback(self._free)
 
@@ -214,7 +213,7 @@ class Preparation:
         self._ended.set_result(None)
 
     def _bring(self, engine: EngineModel, client: EngineClient) -> None:
-        if self._device is not None:  # which a thread does not inherit: pinned memory belongs to it
+        if self._device is not None:  # a thread does not inherit the device, and pinned memory belongs to it
             torch.cuda.set_device(self._device)
         with ExitStack() as stack:
             early = self._stage_early(engine, client, stack) if self._early else None
@@ -227,13 +226,16 @@ class Preparation:
             with nullcontext() if self._early else engine.staging:
                 place = engine.staging_place(self.recorded.recording)
                 if not self._unwanted.is_set() and place is not None:
-                    # if it was not wanted, the place might be another version's by now
+                    # if it was abandoned, the place may belong to another version by now
                     self._stage(engine, update, place, early)
 
     def _stage_early(
         self, engine: EngineModel, client: EngineClient, stack: ExitStack
     ) -> lazy.EarlyStaging | None:
-        """Stage what has arrived of a version until it is ready. The staging place belongs to this preparation until the stack ends."""
+        """Stage the data of a version as it arrives, until the version is ready.
+
+        The staging place belongs to this preparation until the stack ends.
+        """
         stack.enter_context(engine.staging)
         recording = self.recorded.recording
         early: lazy.EarlyStaging | None = None
@@ -256,7 +258,7 @@ class Preparation:
                 )
                 self._note("ready")
                 return early
-            if asked:  # by a caller that must not wait for ranks: it is refused as if nothing had begun early
+            if asked:  # by a caller that must not wait for ranks: the request is refused as if nothing had begun early
                 return early
         raise FailedPrecondition(f"{self.label} is not wanted any more")
 
@@ -269,16 +271,16 @@ class Preparation:
                 while not early.done and not self._unwanted.wait(pause):
                     asked = self.asked
                     taken = early.take()
-                    if asked and not taken:  # of a version that is ready nothing is still to come
+                    if asked and not taken:  # a ready version has no outstanding data
                         return
                     pause = _LEAST_PAUSE if taken else min(2 * pause, _MOST_PAUSE)
-        except (WeighbridgeError, RuntimeError) as error:  # of torch: what was staged is compared in any case
+        except (WeighbridgeError, RuntimeError) as error:  # from torch: staged data is always compared
             log.warning("%s is not staged while it arrives: %s", self.label, error)
 
     def _incoming(
         self, engine: EngineModel, client: EngineClient, early: lazy.EarlyStaging | None
     ) -> lazy.Incoming:
-        """The version on its way here, once it is known to be what the engine can take."""
+        """The incoming version, once checks show that the engine can load it."""
         recorded, recording = self.recorded, self.recorded.recording
         if early is not None and self._ready is not None and not recording.unrecorded:
             arrived = early.arrived(self._ready)
@@ -319,13 +321,15 @@ class Preparation:
                     "%s: of %d parameters %d were staged while it arrived, and %d of these count",
                     self.label, len(self.recorded.recording.targets), early.count, len(there),
                 )  # fmt: skip
-        except RuntimeError as error:  # of torch: the bytes are here, and can be applied from where they are
+        except (
+            RuntimeError
+        ) as error:  # from torch: the bytes have arrived, and can be applied from where they are
             log.warning("%s is not brought to the place that is reserved for it: %s", self.label, error)
 
     def _process(self, engine: EngineModel, update: lazy.Update) -> None:
         try:
             engine.process_staged(update, self.recorded.recording)
-        except Exception:  # any: layers that are not made here are made in the pause
+        except Exception:  # any: layers that are not processed here are processed in the pause
             log.exception("%s is not processed before the pause", self.label)
 
     def _note(self, what: str) -> None:

@@ -1,6 +1,6 @@
-"""Versions of one engine rank: the one that it serves, the one that it prepares, and the way from one to the other.
+"""Versions of one engine rank: the served one, the prepared one, and the transition between them.
 
-Called in the engine's own thread. What is called collective has to be called by all ranks, in the same order.
+Methods are called in the engine's own thread. All ranks must call methods marked as collective, in the same order.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_weighbridge_rank"
 _AGENT_SECONDS = 30.0
-"""Time for which the engine waits for an agent that reports, before it reports to the service itself."""
+"""How long the engine waits for a reporting agent before it reports to the service itself."""
 
 
 class EngineRank:
-    """Takes one model of one process from version to version.
+    """Updates one model of one process from version to version.
 
-    All that can be wrong is found, and all bytes of all ranks are on their machines, before a rank touches a parameter. If one fails
-    after that, all go back to the version that they had.
+    All checks have passed, and all bytes are on the machines of all ranks, before any rank changes a parameter. If a rank fails after that, all ranks
+    roll back to their previous version.
 
     Args:
         engine: the model, as the engine's adapter describes it.
 
     Attributes:
-        engine: the same.
-        source: where versions come from; None if that is not known.
-        held: the version in the parameters; None if they are of none, or did not come from the service.
-        clients: of the services that versions came from. They stay open until `close`.
-        when_asleep: policy for an update while the parameters have no memory: ``refuse`` it, or let it ``wait`` for `wake`, which then also brings
-            back what sleep has discarded.
+        engine: the model.
+        source: where versions come from; None if not known.
+        held: the version in the parameters; None if they belong to no version, or did not come from the service.
+        clients: clients of the services that versions came from. They stay open until `close`.
+        when_asleep: policy for an update while the parameters have no memory: ``refuse`` it, or let it ``wait`` for `wake`, which then also restores
+            what sleep has discarded.
         stale_drafter: policy for an update that leaves the engine's drafter behind: ``refuse`` it, or ``allow`` it.
     """
 
@@ -74,31 +74,31 @@ class EngineRank:
         self._preparation: Preparation | None = None
         self._broken = ""
         self._by_recording = False
-        """Whether a recording said where the bytes in the parameters belong, and not the engine's own loader."""
+        """Whether the bytes in the parameters were placed by a recording instead of the engine's own loader."""
         self._tested: Recorded | None = None
-        """Recording by which came what the engine's own loader loads, too."""
+        """Recording whose result was compared with a load by the engine's own loader and was equal."""
         self._before: Held | None = None
         self._waiting: tuple[ModelSource, int] | None = None
         """Version that `wake` applies."""
         self._lost: Held | None = None
         """Version that was in the parameters before sleep discarded them."""
         self._first = ""
-        """Version that was loaded first: a drafter that versions leave alone belongs to it. Empty when that drafter has received a version of its own."""
+        """Version that was loaded first: a drafter that versions do not fill belongs to it. Empty once that drafter has received its own version."""
         self._drafter_lost = False
         self._back_to: Held | None = None
-        """Version that the engine goes back to, while it does."""
+        """Version that the engine rolls back to, during a rollback."""
         self._left_behind = False
-        """Whether the last update has named no version of a drafter that has versions of its own."""
+        """Whether the last update named no version of a drafter that has its own versions."""
         self._instance = secrets.token_hex(8)
         self._brought = 0
         self._reported = bool(engine.kind)
         self._reporter: EngineReporter | None = None
 
     def client(self, source: ModelSource | None = None) -> EngineClient:
-        """A client of the service that a model's versions come from; None for the source that is known.
+        """A client of the service that a model's versions come from; None for the known source.
 
         Raises:
-            FailedPrecondition: none is known.
+            FailedPrecondition: no source is known.
         """
         source = self._known(source).with_draft("")
         if source not in self.clients:
@@ -106,19 +106,19 @@ class EngineRank:
         return self.clients[source]
 
     def load(self, source: ModelSource, version: str | int) -> tuple[lazy.Source, lazy.Recording | None]:
-        """Load a version into a model that has no weights yet: straight into its parameters, as the bytes come. Not collective.
+        """Load a version into a model that has no weights yet: directly into its parameters as the bytes arrive. Not collective.
 
         Args:
             source: where it comes from.
-            version: a number or a ref; a ref may name another version to another rank, so resolve it before.
+            version: a number or a ref. A ref may resolve to a different version on another rank, so resolve it beforehand.
 
         Returns:
-            The version, and what has been put in place: the model's own loader still has to run for what is ``unrecorded``, or for
-            everything if there is no recording.
+            The version, and the recording that was applied: the model's own loader must still run for ``unrecorded`` tensors, or for everything if
+            there is no recording.
 
         Raises:
-            NotFound: no such model, version or ref.
-            FailedPrecondition: the version does not fit the model; says what differs.
+            NotFound: the model, version or ref does not exist.
+            FailedPrecondition: the version does not fit the model; states what differs.
         """
         client = self.client(source)
         found = lazy.Source(client, source.model, version)
@@ -139,11 +139,11 @@ class EngineRank:
         return found, recording
 
     def take_over_drafter(self, loaded: EngineRank | None) -> None:
-        """Have the version in the drafter's parameters beside that in the model's, if it is of a model of its own and was loaded from the service. Not
-        collective.
+        """Record the version in the drafter's parameters next to the model's version, if the drafter is a separate model and was loaded from the
+        service. Not collective.
 
         Args:
-            loaded: the rank that the drafter was loaded by; None if it came from elsewhere.
+            loaded: the rank that loaded the drafter; None if the drafter came from another source.
         """
         if self.held is None or loaded is None or loaded.held is None:
             return
@@ -152,17 +152,18 @@ class EngineRank:
         self._first = self.held.label
 
     def connect(self, source: ModelSource | None = None, version: str | int = REF_LATEST) -> None:
-        """Find out what this rank takes of a model's versions. Runs the model's loader if that is not known: not while it computes.
+        """Determine which slices this rank needs of a model's versions. Runs the model's loader if that is not known yet, so the model must not
+        compute.
 
-        If the model has no version that the store has, this is found out with the first one that is prepared.
+        If the store contains no version of the model, the slices are determined with the first version that is prepared.
 
         Args:
-            source: where versions come from; None keeps the source that is known.
-            version: any of the model, to record the loader with.
+            source: where versions come from; None keeps the known source.
+            version: any existing version of the model, to record the loader with.
 
         Raises:
-            NotFound: no such model or version.
-            FailedPrecondition: no source is known, the version does not fit the engine, or another one is being prepared.
+            NotFound: the model or version does not exist.
+            FailedPrecondition: no source is known, the version does not fit the engine, or another version is being prepared.
         """
         source = self._known(source)
         if source.draft:
@@ -194,7 +195,7 @@ class EngineRank:
         try:
             return self.engine.record(found)
         except DrafterLeft as error:
-            # a drafter's own version is taken or refused: its label says which one the drafter has
+            # a drafter's own version is accepted or refused: its label names the one that the drafter has
             if self.stale_drafter != ALLOW or isinstance(found, lazy.Pair):
                 raise
             self.engine.part()
@@ -202,15 +203,15 @@ class EngineRank:
             return self.engine.record(found)
 
     def prepare(self, number: int, source: ModelSource | None = None) -> None:
-        """Begin to bring a version to this machine while the engine serves; `status` tells when it is there. Not collective.
+        """Begin to fetch a version to this machine while the engine serves; `status` shows when it has arrived. Not collective.
 
         Args:
-            number: of the version.
-            source: where it comes from; None for the source that is known.
+            number: number of the version.
+            source: where it comes from; None for the known source.
 
         Raises:
-            FailedPrecondition: another one is being prepared, or the engine cannot take versions of this model.
-            NotFound: no such model.
+            FailedPrecondition: another version is being prepared, or the engine cannot load versions of this model.
+            NotFound: the model does not exist.
         """
         if self._ready(number, source):
             self.discard()
@@ -218,16 +219,16 @@ class EngineRank:
             self._preparation = Preparation(self.engine, self.client(source), source, number, recorded)
 
     def prepare_early(self, number: int, source: ModelSource | None = None) -> None:
-        """Begin to bring a version that is still being received, as its parts arrive. Not collective.
+        """Begin to fetch a version that the service is still receiving, as its parts arrive. Not collective.
 
-        `prepare` goes on with it. Until that is called it gives way to another version.
+        `prepare` continues with it. Until `prepare` is called, this preparation yields to another version.
 
         Args:
-            number: of the version.
-            source: where it comes from; None for the source that is known.
+            number: number of the version.
+            source: where it comes from; None for the known source.
 
         Raises:
-            FailedPrecondition: another one is being or has been prepared, or what this rank takes of a version is not known yet.
+            FailedPrecondition: another version is being or has been prepared, or it is not known yet which slices this rank needs.
         """
         asked, source = source, self._known(source)
         known, there = self._recorded, self._preparation
@@ -254,17 +255,17 @@ class EngineRank:
         """`prepare` on all ranks, or on none. Collective.
 
         Raises:
-            RanksFailed: says which ranks cannot, and why.
+            RanksFailed: states which ranks cannot, and why.
         """
         refusal = f"version {number} is not being prepared"
         agree(self.engine.ranks, refusal, partial(self._ready, number, source))
         self.prepare(number, source)
 
     def stage(self, number: int, source: ModelSource | None = None) -> None:
-        """Have all bytes of a version on all ranks' machines: what `apply` begins with. Collective.
+        """Wait until all bytes of a version are on all ranks' machines: the first step of `apply`. Collective.
 
         Raises:
-            RanksFailed: says which ranks have not got them, and why; or that ranks were asked for different versions.
+            RanksFailed: states which ranks did not get them, and why; or that ranks were called with different versions.
         """
         refusal = f"version {number} was not prepared, and the engine keeps {self._kept(source)}"
         try:
@@ -279,7 +280,7 @@ class EngineRank:
             raise
 
     def discard(self) -> None:
-        """Give back the memory of what was prepared. What is on its way is given back when it has come."""
+        """Release the memory of a prepared version. Memory of a running fetch is released when the fetch has ended."""
         there, self._preparation = self._preparation, None
         if there is not None:
             if isinstance(there.error, RecordingStale):
@@ -287,16 +288,16 @@ class EngineRank:
             there.close()
 
     def apply(self, number: int, source: ModelSource | None = None) -> None:
-        """Bring a version into the parameters while nothing is computed. Prepares it, if that was not done. Collective.
+        """Write a version into the parameters while the model does not compute. Prepares the version first if necessary. Collective.
 
-        While the engine sleeps and `when_asleep` is ``wait``, it only has all bytes on the ranks' machines when it returns; `wake` does the rest.
+        While the engine sleeps and `when_asleep` is ``wait``, this only fetches all bytes to the ranks' machines; `wake` does the rest.
 
         Args:
-            number: of the version, the same on all ranks.
-            source: where it comes from; None for the source that is known.
+            number: number of the version, the same on all ranks.
+            source: where it comes from; None for the known source.
 
         Raises:
-            RanksFailed: says what went wrong on which ranks, and which version the engine has. `errors` is there if nothing was touched.
+            RanksFailed: states what failed on which ranks, and which version the engine has. `errors` is set if nothing was changed.
         """
         name = "weighbridge.rank_update"
         said = {"weighbridge.version": number, "weighbridge.rank": self.engine.ranks.rank}
@@ -307,7 +308,7 @@ class EngineRank:
             self.stage(number, source)
             known = self._known(source)
             if self._sleeps(number, source):
-                # without a drafter's version that was not named: that one is left behind, now or then
+                # without a drafter's version that was not named: the drafter is left behind, now or then
                 self._waiting = source or known.with_draft(""), number
                 self._say(
                     state=ENGINE_WAITING,
@@ -343,10 +344,10 @@ class EngineRank:
         )
 
     def evidence(self, known: Collection[str] = ()) -> Evidence:
-        """Digests of this rank's parameters, to be compared with those that its version makes. Not collective.
+        """Digests of this rank's parameters, to compare with the digests that its version implies. Not collective.
 
         Args:
-            known: `Recording.digest` of recordings that the caller has, and that need not be sent.
+            known: `Recording.digest` of recordings that the caller already has; they are not sent.
 
         Raises:
             FailedPrecondition: the loader was not recorded, or the engine sleeps.
@@ -374,12 +375,12 @@ class EngineRank:
         )
 
     def compare_with_load(self) -> RankProof:
-        """Load the version that this rank has again, by the engine's own loader, and say which tensors that has changed. Collective.
+        """Load this rank's version again with the engine's own loader, and report which tensors changed. Collective.
 
-        Nothing is computed meanwhile. Afterwards all tensors are those of a fresh load.
+        The model must not compute meanwhile. Afterwards all tensors are those of a fresh load.
 
         Raises:
-            RanksFailed: a rank has no version, sleeps, or could not load it; says which version the engine has.
+            RanksFailed: a rank has no version, sleeps, or could not load it; states which version the engine has.
         """
         begun = time.monotonic()
         refusal = f"{self._kept(None)} was not loaded again"
@@ -409,7 +410,7 @@ class EngineRank:
 
     @property
     def _unknown(self) -> dict[str, str]:
-        """A drafter that no version says anything of."""
+        """A drafter that no version describes."""
         if not self.engine.apart or (self.held is not None and self.held.source.draft):
             return {}
         return {self.engine.apart: "updates leave it alone"}
@@ -418,7 +419,7 @@ class EngineRank:
         self.engine.check_awake()
         if self.held is None:
             raise FailedPrecondition("this rank has no version of the service")
-        if self._recorded is not None:  # an engine that could not be brought back is not touched
+        if self._recorded is not None:  # an engine that could not be rolled back is not changed
             self.engine.check(self._recorded.recording)
         return self.held
 
@@ -429,17 +430,17 @@ class EngineRank:
         return before, lazy.whole_digests(self.engine.computed_with())
 
     def undo(self, number: int, source: ModelSource | None = None) -> None:
-        """Go back from a version to the one that was there before it, and with it the drafter. Nothing happens if the engine does not have that
-        version, or another one of the drafter. Collective.
+        """Roll back from a version to the previous one, and the drafter with it. Does nothing if the engine does not have that version, or has a
+        different version of the drafter. Collective.
 
-        For engines that take a version together, of which another one could not.
+        For several engines that update together, if another one of them failed.
 
         Args:
-            number: of the version.
-            source: where it has come from, with the drafter's version; None for the source that is known.
+            number: number of the version.
+            source: where it came from, with the drafter's version; None for the known source.
 
         Raises:
-            RanksFailed: it cannot go back; says which version it has.
+            RanksFailed: the rollback failed; states which version the engine has.
         """
         if self._waiting is not None and self._waits_for(number, source):
             self._waiting = None
@@ -458,15 +459,15 @@ class EngineRank:
         return source is None or source.draft in ("", self._waiting[0].draft)
 
     def wake(self, *, lost: bool, last: bool) -> None:
-        """Bring the version that waits into parameters that have memory again. To be called before anything is computed. Collective.
+        """Write the waiting version into the parameters, which have memory again. Must be called before the model computes. Collective.
 
         Args:
-            lost: whether sleep has discarded what was in them.
-            last: whether the engine will compute after this; what was discarded is then brought back, if `when_asleep` is ``wait`` and no other version
-                has come meanwhile.
+            lost: whether sleep has discarded their values.
+            last: whether the engine will compute after this; discarded values are then restored, if `when_asleep` is ``wait`` and no other version
+                has arrived meanwhile.
 
         Raises:
-            RanksFailed: says what could not be brought, and why; `held` is the version that the engine has.
+            RanksFailed: states what could not be restored, and why; `held` is the version that the engine has.
         """
         self._drafter_lost |= lost
         if lost and self.held is not None:
@@ -497,11 +498,11 @@ class EngineRank:
 
     @property
     def owes_a_version(self) -> bool:
-        """Whether `wake` has to bring one before the engine may compute."""
+        """Whether `wake` must write a version before the engine may compute."""
         return self.when_asleep == WAIT and self.held is None and bool(self._broken)
 
     def status(self) -> Status:
-        """Status of this rank: what it serves, and what it prepares."""
+        """Status of this rank: the version that it serves, and the one that it prepares."""
         served = self.held.label if self.held is not None else ""
         waiting = self._waiting[0].label(self._waiting[1]) if self._waiting is not None else ""
         found = Status(
@@ -528,20 +529,20 @@ class EngineRank:
         )
 
     def end_reports(self) -> None:
-        """Report no more to the service what the engine serves: it ends, or an agent reports it."""
+        """Stop reporting the served version to the service: the engine ends, or an agent reports it."""
         self._reported = False
         if self._reporter is not None:
             self._reporter.stop()
 
     def _say(self, *, state: str, target: int = 0, error: str = "", **update: Any) -> None:
-        """Have the first rank report the engine's state, if it is of a kind that is reported."""
+        """Make the first rank report the engine's state, if engines of its kind are reported."""
         source = self.source if self.held is None else self.held.source
         if not self._reported or source is None or self.engine.ranks.rank:
             return
         if self._reporter is None:
             try:
                 client = self.client(source)
-            except WeighbridgeError:  # there is no client of that service: the update itself says so
+            except WeighbridgeError:  # no client of that service exists: the update itself reports it
                 return
             self._reporter = EngineReporter(client, source.model, kind=self.engine.kind, delay=_AGENT_SECONDS)
             weakref.finalize(self, self._reporter.stop)
@@ -558,14 +559,14 @@ class EngineRank:
         )
 
     def close(self) -> None:
-        """Close the clients, and give memory back."""
+        """Close the clients, and release memory."""
         self.discard()
         for client in self.clients.values():
             client.close()
         self.clients.clear()
 
     def _known(self, source: ModelSource | None) -> ModelSource:
-        """The source that is given, or that is known, with the drafter's version that the engine has if it names none."""
+        """The given source, or the known one. If it names no drafter's version, the engine's current one is added."""
         source = source or self.source
         if source is None:
             raise FailedPrecondition(
@@ -576,7 +577,7 @@ class EngineRank:
         return source.with_draft(source.draft or (had.source.draft if had is not None else ""))
 
     def _ready(self, number: int, source: ModelSource | None) -> bool:
-        """Whether a version has still to be prepared; raises if it cannot be."""
+        """Whether a version must still be prepared; raises if it cannot be."""
         asked, source = source, self._known(source)
         there = self._preparation
         if (
@@ -596,7 +597,7 @@ class EngineRank:
 
     @property
     def _stale(self) -> str:
-        """Weights of the engine that are not of the version that it serves; empty if there are none."""
+        """Weights of the engine that do not belong to the served version; empty if there are none."""
         drafter = self.engine.apart
         if not drafter or self.held is None:
             return ""
@@ -610,8 +611,8 @@ class EngineRank:
         return f"{drafter} is stale: it has the weights that it was started with, so that fewer of its tokens are accepted"
 
     def _check_drafter(self, number: int, source: ModelSource | None) -> None:
-        """Refuse to leave a drafter behind, unless that is allowed or a version of it is named. Versions that the engine has or has lost, or goes back
-        to, may come, and the one that was loaded first, which the drafter belongs to.
+        """Refuse to leave a drafter behind, unless that is allowed or a version of it is named. Accepted are versions that the engine has, has lost,
+        or rolls back to, and the version that was loaded first, to which the drafter belongs.
 
         Raises:
             FailedPrecondition: names the drafter.
@@ -648,7 +649,7 @@ class EngineRank:
         return there.label
 
     def _bring(self, source: ModelSource, number: int) -> None:
-        """`apply`, even if another version is being prepared; that preparation begins anew afterwards. Collective."""
+        """`apply`, even if another version is being prepared; that preparation restarts afterwards. Collective."""
         there = self._preparation
         if there is None or (there.source, there.number) == (self._known(source), number):
             self.apply(number, source)
@@ -656,19 +657,19 @@ class EngineRank:
         self.discard()
         self.apply(number, source)
         if there.asked and there.error is None:
-            with suppress(WeighbridgeError):  # an agent that waits for it sees that it is missing
+            with suppress(WeighbridgeError):  # an agent that waits for it notices that it is missing
                 self.prepare(there.number, there.source)
 
     def _due(self) -> str:
-        """Facts by which `wake` decides; all ranks have the same."""
+        """Facts on which `wake` bases its decision; they are equal on all ranks."""
         found = self.status()
         return f"{found.waiting or 'no version'} waits, {found.served or 'none'} is there, when_asleep={self.when_asleep}"
 
     def _sleeps(self, number: int, source: ModelSource | None) -> bool:
-        """Whether a version has to wait for the wake-up. Collective.
+        """Whether a version must wait for the wake-up. Collective.
 
         Raises:
-            RanksFailed: it sleeps, and versions do not wait for that.
+            RanksFailed: the engine sleeps, and the policy is not to wait.
         """
         refusal = f"version {number} was not applied, and the engine keeps {self._kept(source)}"
         try:
@@ -680,9 +681,11 @@ class EngineRank:
         return False
 
     def _fill(self, refusal: str) -> None:
-        """Bring what was prepared into the parameters of all ranks. Collective."""
+        """Write the prepared version into the parameters of all ranks. Collective."""
         there = cast("Preparation", self._preparation)
-        if there.source.draft and not drafter_in(self._first):  # the drafter that it had is gone
+        if there.source.draft and not drafter_in(
+            self._first
+        ):  # the drafter's first weights are being replaced
             self._first = ""
         self.held, self._broken = None, f"{there.label} was applied in part"
         try:
@@ -699,12 +702,12 @@ class EngineRank:
         return Held(there.source, there.update.version, there.nbytes)
 
     def _go_back(self, had: Held | None, number: int, error: RanksFailed, draft: str = "") -> None:
-        """Bring back the version that the engine had, and raise. Collective.
+        """Roll back to the version that the engine had, and raise. Collective.
 
         Args:
-            had: that version; None if it is not known.
-            number: of the one that could not be applied.
-            error: why not.
+            had: that version; None if not known.
+            number: number of the version that could not be applied.
+            error: the reason.
             draft: the drafter's version that came with it.
         """
         try:
@@ -740,19 +743,19 @@ class EngineRank:
 
 
 def rank_of(model: Any, engine: EngineModel) -> EngineRank:
-    """The rank of a model of this process; made with this description of it when it is first asked for. It ends with the model."""
+    """The rank of a model of this process. It is created from this description on the first call, and is removed with the model."""
     if not hasattr(model, _ATTRIBUTE):
         setattr(model, _ATTRIBUTE, EngineRank(engine))
     return cast("EngineRank", getattr(model, _ATTRIBUTE))
 
 
 def known_rank(model: Any) -> EngineRank | None:
-    """The rank that `rank_of` has made of a model; None if it was not asked for it."""
+    """The rank that `rank_of` created for a model; None if it was not called."""
     return getattr(model, _ATTRIBUTE, None)
 
 
 def _way_back(had: Held | None, draft: str = "") -> Held:
-    """The version to go back to. A drafter whose weights before it were of no version gets those of the version that has come with it."""
+    """The version to roll back to. If the drafter's previous weights belonged to no version, it gets the version that came with the update."""
     if had is None:
         raise FailedPrecondition("which version it had is not known")
     return had if had.source.draft else replace(had, source=had.source.with_draft(draft))

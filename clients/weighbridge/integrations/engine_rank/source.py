@@ -1,4 +1,4 @@
-"""Source of an engine's weights: the service and the model, and the version that was taken from there."""
+"""Source of an engine's weights: the service and the model, and the version that was loaded from there."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ModelSource:
 
     Attributes:
         model: ``namespace/name``.
-        server: ``host:port`` of the service's gRPC face; None for ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
+        server: ``host:port`` of the service's gRPC endpoint; None for ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
         lane: how weights travel, as for `EngineClient`; None for ``WEIGHBRIDGE_LANE``, or ``auto``.
-        retry_seconds: how long to keep trying when the service cannot be reached.
+        retry_seconds: how long to retry while the service is unreachable.
     """
 
     model: str
@@ -30,11 +30,11 @@ class ModelSource:
     lane: str | None = None
     retry_seconds: float = 60.0
 
-    draft = ""  # no setting of a user: a `PairSource` has one
+    draft = ""  # not a user setting: only a `PairSource` has one
 
     @classmethod
     def read(cls, given: Mapping[str, Any], of: str) -> Self:
-        """Settings as a user has written them. Arguments and errors as those of `checked`; and InvalidArgument if no model is named."""
+        """Parse settings that a user wrote. Arguments and errors as for `checked`; also InvalidArgument if no model is named."""
         given = checked(cls, given, of)
         if "model" not in given:
             raise InvalidArgument(f"{of} names no model", fix="set model, as in acme/policy")
@@ -42,7 +42,7 @@ class ModelSource:
 
     @property
     def init_info(self) -> dict[str, str]:
-        """The same for the ranks of an engine, without what they know themselves."""
+        """The same settings for the ranks of an engine, without those that they know already."""
         said = {"server": self.server, "model": self.model, "lane": self.lane}
         return {name: value for name, value in said.items() if value is not None}
 
@@ -51,19 +51,19 @@ class ModelSource:
         return EngineClient(self.server, lane=self.lane, retry_seconds=self.retry_seconds)
 
     def with_draft(self, draft: str) -> ModelSource:
-        """The same model with a version of a drafter, as ``acme/smol-eagle@5``; without one if that is empty."""
+        """The same model with a version of a drafter, such as ``acme/smol-eagle@5``; an empty string removes it."""
         same = self.model, self.server, self.lane, self.retry_seconds
         return PairSource(*same, draft) if draft else ModelSource(*same)
 
     def label(self, number: int) -> str:
-        """The name of a version, with that of the drafter's."""
+        """The name of a version, with the name of the drafter's version."""
         return label(self.model, number, self.draft)
 
     def open(self, client: EngineClient, version: str | int) -> lazy.Source:
-        """A version, with that of the drafter beside it if there is one.
+        """Open a version, and the drafter's version if there is one.
 
         Raises:
-            NotFound: no such model, version or ref.
+            NotFound: the model, version or ref does not exist.
         """
         if self.draft:
             return lazy.Pair(client, self.model, version, self.draft)
@@ -72,17 +72,17 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class PairSource(ModelSource):
-    """A model at a service, with a version of the engine's drafter, which is another model there: each update brings both.
+    """A model at a service, with a version of the engine's drafter, which is a separate model there. Each update fetches both.
 
     Attributes:
-        draft: that version, as ``acme/smol-eagle@5``.
+        draft: that version, such as ``acme/smol-eagle@5``.
     """
 
     draft: str = ""
 
 
 def check_draft(draft: str) -> None:
-    """Raise InvalidArgument unless a text is empty or names a version by its number, as ``acme/smol-eagle@5``."""
+    """Raise InvalidArgument unless a string is empty or names a version by its number, such as ``acme/smol-eagle@5``."""
     model, _, number = draft.rpartition("@")
     if draft and not (model.count("/") == 1 and number.isdecimal()):
         raise InvalidArgument(
@@ -95,9 +95,9 @@ class Held:
     """The version in a rank's parameters.
 
     Attributes:
-        source: where it came from, with the version of the drafter that came with it.
-        version: which one.
-        nbytes: bytes that it cost this rank.
+        source: where it came from, with the drafter's version that came with it.
+        version: the version.
+        nbytes: bytes that this rank fetched for it.
     """
 
     source: ModelSource
@@ -106,5 +106,5 @@ class Held:
 
     @property
     def label(self) -> str:
-        """Its name, as in ``acme/smol@17``; with that of the drafter's version if it has one."""
+        """Its name, such as ``acme/smol@17``, with the name of the drafter's version if there is one."""
         return self.source.label(self.version.number)

@@ -11,9 +11,10 @@ import torch
 
 @contextmanager
 def storageless(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Put tensors without storage in place of a model's parameters and buffers; afterwards everything is as before.
+    """Temporarily replace a model's parameters and buffers by tensors without storage.
 
-    They lie as the real ones do, share memory where those share it, and have their class and attributes, which loaders look at. Attributes that a loader sets meanwhile, such as projections that it derives from weights, are taken back too.
+    They have the layout of the real ones, share memory where those do, and have their class and attributes, which loaders read. Attributes that a
+    loader sets meanwhile, such as projections derived from weights, are also reverted.
 
     Yields:
         The parameters and buffers, by name.
@@ -36,12 +37,12 @@ def storageless(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def targets_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All that a loader may write to: parameters and buffers, each once."""
+    """Parameters and buffers that a loader may write to, each once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def twin_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without storage that lies as another one does, and has its class and attributes."""
+    """A tensor without storage, with the layout, class and attributes of another tensor."""
     twin: torch.Tensor = _Twins().of(tensor)
     return twin
 

@@ -1,4 +1,4 @@
-"""Turns of Python's threads while a version is prepared beside an engine that computes in the same process."""
+"""Scheduling of Python's threads while a version is prepared in the process of a computing engine."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import threading
 from collections.abc import Callable
 
 _SECONDS = 0.0005
-"""A thread of the engine that asks for the interpreter gets it after this time at the latest; Python's own 0.005 s are most of a decoding step."""
+"""A thread of the engine that requests the interpreter lock gets it after at most this time.
+
+Python's default of 0.005 s is most of a decoding step.
+"""
 
 
 class ShortTurns:
-    """Block in which threads of this process take short turns: an engine's step asks for the interpreter several times. Blocks may overlap.
+    """Block in which threads of this process switch quickly, because an engine's step requests the interpreter lock several times. Blocks may
+    overlap.
 
     Args:
-        get: returns the length of a turn, in seconds.
+        get: returns the switch interval in seconds.
         set_to: sets it.
     """
 
@@ -43,4 +47,4 @@ class ShortTurns:
 
 
 short_turns = ShortTurns()
-"""That of this process."""
+"""Instance for this process."""

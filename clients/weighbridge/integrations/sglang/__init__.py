@@ -1,14 +1,14 @@
-"""Adapter to SGLang: a server starts from the service, and takes over any version while it runs; each rank brings only what it holds.
+"""Adapter to SGLang: a server starts from the service, and updates to any version while it runs. Each rank fetches only its own slices.
 
-To install weighbridge next to SGLang is enough from 0.5.12 on: SGLang finds `plugin` by its entry point, in every process. A model path
-``weighbridge://HOST:PORT/NAMESPACE/NAME@VERSION`` makes a server start from the service, `load` is what updates of weights name as their
-``load_format``, and `weighbridge.follow.sglang` drives a running server over HTTP.
+From SGLang 0.5.12 on, it is enough to install weighbridge next to SGLang, which finds `plugin` by its entry point in every process. A model path
+``weighbridge://HOST:PORT/NAMESPACE/NAME@VERSION`` makes a server start from the service. Weight updates name `load` as their ``load_format``.
+`weighbridge.follow.sglang` drives a running server over HTTP.
 """
 
 # May import: `engine_rank`, `follow`, `_lazy`, `_clients` and folders below, and SGLang.
 #
 # - `plugin`: hooks into SGLang.
-# - `releases`: what SGLang's releases call it.
+# - `releases`: names in different releases of SGLang.
 # - `external`: the hooks of updates, for SGLang 0.5.10.
 # - `connecting`: a server's start from the service.
 # - `configuration`: settings that decide where loaders put weights.
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Any]]) -> None:
-    """Bring a version into the parameters of all ranks: a custom weight loader of SGLang's.
+    """Custom weight loader of SGLang: load a version into the parameters of all ranks.
 
     Args:
-        model: this rank's.
-        named_tensors: one pair; its name is a `weighbridge.follow.wanted.Wanted` as JSON, its tensor says nothing.
+        model: this rank's model.
+        named_tensors: one pair; its name is a `weighbridge.follow.wanted.Wanted` as JSON, its tensor is ignored.
 
     Raises:
-        FailedPrecondition: it went wrong for a rank; all of them keep what they have.
-        InvalidArgument: what came does not say which version is wanted.
+        FailedPrecondition: a rank failed; all ranks keep their weights.
+        InvalidArgument: the request does not name a version.
     """
     from weighbridge.follow.wanted import Wanted
     from weighbridge.integrations.sglang import releases

@@ -1,7 +1,7 @@
-"""Settings of SGLang on which it depends where its loaders put weights, and whether new weights alone make new answers.
+"""Settings of SGLang that determine where its loaders put weights, and whether an update changes all responses.
 
-Where weights go may depend on anything in its configuration, so all of that counts but what names this start of the engine; to record once too
-often costs seconds.
+The destination of weights may depend on any setting. So all settings are compared, except those that identify this start of the engine. An
+unnecessary recording costs only seconds.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _KEEP_OLD_RESULTS = {
     "enable_lmcache": _KEPT_KV,
     "language_only": "other servers encode its images, videos and audio, and those keep their weights",
 }
-"""Settings by which an engine would go on with what other weights have computed, and why."""
+"""Settings with which an engine would continue to use results of old weights, with the reason."""
 
 _WITHOUT_WEIGHTS = frozenset({"", "NONE", "NGRAM", "UNO"})
 """Algorithms of speculative decoding that draft without a model."""
 
 
 def check_updatable(arguments: Mapping[str, Any]) -> None:
-    """Refuse updates of an engine whose answers would still come from old weights in part.
+    """Refuse updates of an engine whose responses would still be computed from old weights in part.
 
     Args:
-        arguments: all that the engine was configured with, by the names of SGLang's ``ServerArgs``.
+        arguments: the engine's whole configuration, by the names of SGLang's ``ServerArgs``.
 
     Raises:
         FailedPrecondition: names the setting.
@@ -62,7 +62,7 @@ def check_updatable(arguments: Mapping[str, Any]) -> None:
 
 
 def drafter_of(arguments: Mapping[str, Any]) -> str:
-    """Name of an engine's drafter in errors, if updates leave it alone; empty if no drafter has weights.
+    """Name of an engine's drafter in errors, if updates do not fill it; empty if there is no drafter with weights.
 
     Args:
         arguments: as for `check_updatable`.
@@ -75,7 +75,7 @@ def drafter_of(arguments: Mapping[str, Any]) -> str:
 
 
 def configuration_of(model: torch.nn.Module) -> str:
-    """A text that is the same whenever the loader of a model makes the same choices in this rank."""
+    """A string that is equal whenever the loader of a model makes the same choices on this rank."""
     from sglang.srt.distributed.parallel_state import get_moe_ep_group, get_pp_group, get_tp_group
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
@@ -89,7 +89,7 @@ def configuration_of(model: torch.nn.Module) -> str:
             "rank": [group.rank_in_group for group in groups],
             "arguments": {k: v for k, v in server_arguments().items() if k not in _OF_THIS_START},
             "environment": {k: v for k, v in os.environ.items() if k.startswith("SGLANG_")},
-            # experts move while an engine runs, if it balances their load
+            # experts move while an engine runs if it balances their load
             "experts": None if experts is None else experts.physical_to_logical_map_cpu.tolist(),
         },
         sort_keys=True,

@@ -1,7 +1,7 @@
 """Connector of SGLang: a server's start from ``weighbridge://HOST:PORT/NAMESPACE/NAME@VERSION``.
 
-As from SGLang's own remote stores: configuration and tokenizer come to a temporary folder in each process that reads them, the weights
-from the loader for remote models.
+This works as with SGLang's own remote stores: each process that reads the configuration and tokenizer downloads them to a temporary folder, and the
+loader for remote models loads the weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Connector(BaseFileConnector):  # type: ignore[misc]  # SGLang's, of which 
     def pull_files(
         self, allow_pattern: list[str] | None = None, ignore_pattern: list[str] | None = None
     ) -> None:
-        """Bring the version's files besides the weights to `get_local_dir`."""
+        """Download the version's files other than weights to `get_local_dir`."""
         allowed, ignored = ["*"] if allow_pattern is None else allow_pattern, ignore_pattern or []
         wanted = {
             name: content
@@ -42,11 +42,11 @@ class Connector(BaseFileConnector):  # type: ignore[misc]  # SGLang's, of which 
         write_side_files(Path(self.get_local_dir()), wanted)
 
     def glob(self, allow_pattern: list[str] | None = None) -> list[str]:
-        """Names of the version's files besides the weights."""
+        """Names of the version's files other than weights."""
         return [name for name in self._files() if _matches(name, allow_pattern or ["*"])]
 
     def weight_iterator(self, rank: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors for which SGLang's own loader has to run."""
+        """Tensors for which SGLang's own loader must run."""
         return self.weights
 
     def _files(self) -> dict[str, bytes]:
@@ -58,14 +58,14 @@ class Connector(BaseFileConnector):  # type: ignore[misc]  # SGLang's, of which 
 
 
 def connect(original: Callable[..., Any], url: str, *args: Any, **kwargs: Any) -> Any:
-    """Around ``create_remote_connector``: one more kind of URL."""
+    """Wraps ``create_remote_connector``: adds a kind of URL."""
     return Connector(url) if url.startswith(f"{SCHEME}://") else original(url, *args, **kwargs)
 
 
 def load_first(
     original: Callable[..., Any], loader: Any, model: torch.nn.Module, client: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around ``RemoteModelLoader._load_model_from_remote_fs``: each rank brings what it holds, and the loader does what is left."""
+    """Wraps ``RemoteModelLoader._load_model_from_remote_fs``: each rank fetches its own slices, and the loader loads the rest."""
     if isinstance(client, Connector):
         from sglang.srt.distributed.parallel_state import get_world_group
 

@@ -30,19 +30,19 @@ class SglangModel(EngineModel):
 
     @property
     def ranks(self) -> Ranks:
-        """Those of the tensor-parallel group; SGLang sends each request to all of them."""
+        """The ranks of the tensor-parallel group; SGLang sends each request to all of them."""
         return ProcessGroup(get_tp_group().cpu_group)
 
     def configuration(self) -> str:
-        """All of SGLang's settings of this rank but what names this start of the engine."""
+        """All of SGLang's settings for this rank, except those that identify this start of the engine."""
         return configuration_of(self.model)
 
     def spare(self, parameter: torch.Tensor) -> int:
-        """All elements but one: SGLang's loaders leave padding alone, and do not say where it is."""
+        """All elements but one: SGLang's loaders do not write padding, and do not report where it is."""
         return parameter.numel() - 1
 
     def record_first(self, source: lazy.Source) -> lazy.Recording | None:
-        """`record`; a loader that cannot be recorded is run by SGLang over all tensors."""
+        """`record`; if the loader cannot be recorded, SGLang runs it over all tensors."""
         try:
             return self.record(source)
         except Exception as error:
@@ -61,7 +61,7 @@ def sglang_rank(model: torch.nn.Module) -> EngineRank:
 
 
 def number_on(ranks: Ranks, rank: EngineRank, wanted: Wanted) -> int:
-    """Number of the version that is wanted. A ref is resolved when the first of these ranks asks. Collective."""
+    """Number of the requested version. The first of these ranks resolves a ref. Collective."""
     if wanted.version.isdecimal():
         return int(wanted.version)
     client = rank.client(source_of(wanted))
@@ -72,7 +72,8 @@ def number_to_update_to(rank: EngineRank, wanted: Wanted) -> int:
     """`number_on` all ranks that update together.
 
     Raises:
-        FailedPrecondition: they cannot, as there are pipeline stages, or as answers would still come from old weights in part.
+        FailedPrecondition: the ranks cannot update, because there are pipeline stages, or because responses would still be computed from old weights
+            in part.
     """
     arguments = server_arguments()
     check_updatable(arguments)
@@ -90,9 +91,9 @@ def evidence(rank: EngineRank, known: Collection[str], wanted: Wanted) -> list[d
     """`EngineRank.evidence` of all ranks, as JSON. Collective.
 
     Args:
-        rank: this one.
-        known: digests of recordings that the caller has.
-        wanted: where versions come from, for a rank that does not know.
+        rank: this rank.
+        known: digests of recordings that the caller already has.
+        wanted: source of versions, for a rank that does not know it.
     """
 
     def make() -> dict[str, Any]:

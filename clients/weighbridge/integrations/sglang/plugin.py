@@ -1,4 +1,4 @@
-"""Hooks into SGLang: five of its functions are wrapped, by its own registry of hooks where it has one."""
+"""Hooks into SGLang: the plug-in wraps five of its functions, through SGLang's registry of hooks if it has one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def register() -> None:
 
 
 def hooks_of_updates() -> dict[str, releases.Hook]:
-    """Hooks by the names of what they are put around."""
+    """Hooks by the names of the functions that they wrap."""
     return {
         releases.present(releases.UPDATE): update,
         releases.present(releases.CONTROL): control,
@@ -53,7 +53,7 @@ def load_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def update(
     original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None
 ) -> tuple[bool, str]:
-    """``/update_weights_from_tensor``: an error is an answer, where SGLang would end the engine. Needs no ``--custom-weight-loader``."""
+    """``/update_weights_from_tensor``: returns an error as a response, where SGLang would end the engine. Does not need ``--custom-weight-loader``."""
     if load_format != LOAD_FORMAT:
         return original(updater, named_tensors=named_tensors, load_format=load_format)  # type: ignore[no-any-return]
     try:
@@ -63,7 +63,7 @@ def update(
 
 
 def control(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """``/weights_checker``, whose requests reach every rank while the engine serves: prepare, discard, proofs, and status."""
+    """``/weights_checker``: prepare, discard, proofs, and status. Its requests reach every rank while the engine serves."""
     if not request.action.startswith(ACTION):
         return original(manager, request)
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput

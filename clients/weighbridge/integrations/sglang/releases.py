@@ -1,6 +1,6 @@
-"""Names by which SGLang, from 0.5.10 to the newest release, has what the plug-in needs: the one place where releases differ.
+"""Names, in SGLang from 0.5.10 to the newest release, of the functions that the plug-in needs. Only this module depends on the release.
 
-What a release has is seen by looking for it, not by its number.
+Features are detected by their presence, not by the release number.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ CONTROL = (
     f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights",
     f"{_SRT}.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin.check_weights",  # 0.5.12
 )
-"""Methods by the names that releases have had for them, the newest first; behind the others, the last release that was seen with it."""
+"""Methods under the names of different releases, newest first. A comment after an older name gives the last release that was seen with it."""
 
 _EMBEDDINGS = (f"{_SRT}.managers.mm_schedule", f"{_SRT}.managers.mm_utils")
-"""Modules that have had the cache of multimodal embeddings, the newest first; behind the last, 0.5.15."""
+"""Modules that contained the cache of multimodal embeddings, newest first; the last one is from 0.5.15."""
 
 Hook = Callable[..., Any]
 """Function that is called in place of another one, with that function as its first argument."""
@@ -43,7 +43,7 @@ def has_registry() -> bool:
 
 
 def register(hooks: Mapping[str, Hook]) -> None:
-    """Have SGLang's registry put hooks around the functions of these names, when all plug-ins have been called."""
+    """Make SGLang's registry wrap the functions of these names after all plug-ins have been called."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, hook in hooks.items():
@@ -51,7 +51,7 @@ def register(hooks: Mapping[str, Hook]) -> None:
 
 
 def wrap(hooks: Mapping[str, Hook]) -> None:
-    """Put hooks around the methods of these names at once, where there is no registry."""
+    """Wrap the methods of these names immediately, if there is no registry."""
     for target, hook in hooks.items():
         owner, _, name = target.rpartition(".")
         place = pkgutil.resolve_name(owner)
@@ -59,12 +59,12 @@ def wrap(hooks: Mapping[str, Hook]) -> None:
 
 
 def present(targets: tuple[str, ...]) -> str:
-    """The first of these names of methods whose module this release has."""
+    """The first of these method names whose module exists in this release."""
     return next(target for target in targets if _has_module(target.rsplit(".", 2)[0]))
 
 
 def server_arguments() -> dict[str, Any]:
-    """All that this start of the engine was configured with, as SGLang has resolved it."""
+    """The whole configuration of this start of the engine, as resolved by SGLang."""
     try:
         from sglang.srt.runtime_context import get_context
 
@@ -77,26 +77,29 @@ def server_arguments() -> dict[str, Any]:
 
 
 def run_loader(original: Callable[..., Any], updater: Any, named_tensors: Any) -> tuple[bool, str]:
-    """Have `weighbridge.integrations.sglang.load` bring a version, whether or not ``--custom-weight-loader`` names it.
+    """Make `weighbridge.integrations.sglang.load` load a version, whether or not ``--custom-weight-loader`` names it.
 
     Args:
         original: the method of `UPDATE`.
-        updater: whose method it is.
-        named_tensors: those of the request.
+        updater: object of the method.
+        named_tensors: tensors of the request.
     """
     if dataclasses.is_dataclass(updater):
         knowing: Any = dataclasses.replace(updater, custom_weight_loaders=[LOAD_FORMAT])  # type: ignore[type-var]
         return original(knowing, named_tensors=named_tensors, load_format=LOAD_FORMAT)  # type: ignore[no-any-return]
     from weighbridge.integrations.sglang import load
 
-    load(updater.model, named_tensors)  # of a model runner, which does nothing else before and after
+    load(
+        updater.model, named_tensors
+    )  # the model of a model runner, which does nothing else before and after
     return True, "Success"
 
 
 def flush(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Empty the caches of a scheduler that is paused though requests wait, as 0.5.23 does.
+    """Empty the caches of a paused scheduler even if requests wait, as 0.5.23 does.
 
-    They have given back what they held when they were retracted. 0.5.15 refuses because of them, and ends the engine if that is in an update.
+    The waiting requests released their memory when they were retracted. 0.5.15 refuses because of them, and ends the engine if that happens in an
+    update.
     """
     knows = "ignore_waiting" in inspect.signature(scheduler.is_fully_idle).parameters
     if knows or not scheduler._engine_paused or scheduler.disaggregation_mode.name != "NULL":
@@ -109,9 +112,9 @@ def flush(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
 
 
 def forget_embeddings() -> None:
-    """Empty the cache of what encoders of images, videos and audio have computed.
+    """Empty the cache of embeddings of images, videos and audio.
 
-    SGLang finds an embedding by the content of its image alone, and leaves this cache as it is when it flushes the others.
+    SGLang looks up an embedding only by the content of its image, and does not flush this cache with the others.
     """
     for name in _EMBEDDINGS:
         cache = getattr(sys.modules.get(name), "embedding_cache", None)
@@ -130,5 +133,5 @@ def _around(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 def _has_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # not even the package that it would be in
+    except ModuleNotFoundError:  # the parent package is missing too
         return False

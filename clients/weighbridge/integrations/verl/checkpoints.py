@@ -1,11 +1,11 @@
-"""verl's checkpoint managers with the service as their store, instead of a file of each rank.
+"""verl's checkpoint managers with the service as their store, instead of one file per rank.
 
-verl has no setting that names a checkpoint manager. It imports what ``model.external_lib`` names, in each worker before its engine is made: this module, which
-then puts its managers where verl's engines find theirs.
+verl has no setting for a checkpoint manager. Before each worker creates its engine, it imports the module in ``model.external_lib``. This module then
+installs its managers where verl's engines look for theirs.
 
     actor_rollout_ref.model.external_lib=weighbridge.integrations.verl.checkpoints
 
-``WEIGHBRIDGE_CHECKPOINTS`` names the model, ``WEIGHBRIDGE_SERVER`` the service. A critic's checkpoints remain verl's.
+``WEIGHBRIDGE_CHECKPOINTS`` names the model, ``WEIGHBRIDGE_SERVER`` the service. verl still stores a critic's checkpoints itself.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from weighbridge.integrations.checkpoint_names import step_named
 MODEL = "WEIGHBRIDGE_CHECKPOINTS"
 """The variable that names the model."""
 RUN = "verl-checkpoints"
-"""Name of the run in the versions' lineage: a save is no update of weights of the same step."""
+"""Name of the run in the versions' lineage. It distinguishes a save from a weight update of the same step."""
 _CRITIC = "critic"
 _RANDOM = "random"
 _SCHEDULER = "lr_scheduler"
 
 
 class _StoredCheckpoints:
-    """A checkpoint manager's ``save_checkpoint`` and ``load_checkpoint``, before those of verl's class in the order of bases.
+    """A checkpoint manager's ``save_checkpoint`` and ``load_checkpoint``, which override those of verl's class.
 
-    The folder is made, and holds nothing: verl looks for it and its number when it resumes. What ``save_contents`` and ``load_contents`` list counts, but
-    that parameters are always saved, and no Hugging Face folder is written (``weighbridge export``).
+    The folder is created but stays empty: verl looks for it and its number when it resumes. ``save_contents`` and ``load_contents`` are respected,
+    except that parameters are always saved, and no Hugging Face folder is written (use ``weighbridge export``).
     """
 
     def _module(self) -> Any:
@@ -64,7 +64,7 @@ class _StoredCheckpoints:
     def save_checkpoint(
         self: Any, local_path: str, hdfs_path: Any = None, global_step: int = 0, max_ckpt_to_keep: Any = None
     ) -> None:
-        """Push all that training needs to go on, and return when it is in the store: verl writes then that there is a checkpoint.
+        """Push everything that training needs to resume, and return when it is stored; verl then records that the checkpoint exists.
 
         Raises:
             WeighbridgeError: as `CheckpointManager.save` and `CheckpointManager.wait`.
@@ -94,10 +94,11 @@ class _StoredCheckpoints:
     def load_checkpoint(
         self: Any, local_path: str, hdfs_path: Any = None, del_local_after_load: bool = False
     ) -> None:
-        """Restore the newest training state of the step that a folder ``global_step_<step>`` is of; of another number of ranks all but random states.
+        """Restore the newest training state of the step in a folder's name ``global_step_<step>``. If the number of ranks differs, random states are
+        not restored.
 
         Raises:
-            NotFound: there is none.
+            NotFound: no such training state exists.
             WeighbridgeError: as `CheckpointManager.restore`.
         """
         if not self._is_stored(local_path):
@@ -185,7 +186,10 @@ def megatron_manager() -> type[Any]:
 
 
 def put_in_place() -> None:
-    """Let verl's engines make these managers. Engines that are imported already look their managers up in their own modules, others where verl defines them."""
+    """Make verl's engines create these managers.
+
+    Already imported engines look their managers up in their own modules, others in the module where verl defines them.
+    """
     managers = {"fsdp_checkpoint_manager.FSDPCheckpointManager": WeighbridgeFSDPCheckpointManager}
     with contextlib.suppress(ImportError):  # there are no Megatron actors then
         managers["megatron_checkpoint_manager.MegatronCheckpointManager"] = megatron_manager()

@@ -1,4 +1,4 @@
-"""Checkpoint engine ``weighbridge`` of verl: its calls, as those of an `UpdateSender` and an `UpdateReceiver`."""
+"""Checkpoint engine ``weighbridge`` of verl: maps its calls to an `UpdateSender` and an `UpdateReceiver`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weighbridge.integrations.weight_updates import PluginSettings, Update, Upda
 NAME = "weighbridge"
 """Name of the backend."""
 VERSION = "weighbridge/version"
-"""Metric with the number of the version that an update has become."""
+"""Metric with the version number of an update."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Settings(WorkerSettings, PluginSettings):
     """Entries of ``engine_kwargs.weighbridge``.
 
     Attributes:
-        mode: ``tensors`` lets verl hand whole tensors to its engines; ``slices`` lets vLLM with weighbridge's plug-in pull what each of its ranks
-            holds, and needs `WeighbridgeManager`.
+        mode: with ``tensors``, verl passes whole tensors to its engines; with ``slices``, each rank of vLLM with weighbridge's plug-in pulls its own
+            slices, which requires `WeighbridgeManager`.
     """
 
     mode: str = "tensors"
@@ -46,15 +46,15 @@ class Settings(WorkerSettings, PluginSettings):
 class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: ignore[misc]  # verl is seen as untyped
     """One worker's end of the updates of a verl job. Each update is a version of the model.
 
-    Actors push what verl gathers, each rank its share of each tensor; rollouts pull whole tensors and hand them to verl.
+    Each actor rank pushes its share of each tensor that verl gathers. Rollouts pull whole tensors and pass them to verl.
 
     Args:
-        bucket_size: bytes; the most that an actor needs beside the tensor that it is given.
+        bucket_size: maximum bytes that an actor uses in addition to the tensor that it receives.
         is_master: whether this is the actor that registers the model.
-        settings: the entries of ``engine_kwargs.weighbridge``, as `Settings` has them.
+        settings: the entries of ``engine_kwargs.weighbridge``, which are the fields of `Settings`.
 
     Raises:
-        InvalidArgument: there is no such setting, mode, lane or port.
+        InvalidArgument: a setting, mode, lane or port does not exist.
     """
 
     _settings: Settings
@@ -75,7 +75,9 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, _metadata: Sequence[Any]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Begin an update: make the arguments of all workers. No worker receives anything about the others: they meet at the service."""
+        """Begin an update: create the arguments of all workers. Workers receive no information about each other; they find each other through the
+        service.
+        """
         ticket = Update.new().ticket
         actors: dict[str, list[Any]] = {
             "ticket": [ticket] * actor_wg_world_size,
@@ -87,12 +89,12 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
     def init_process_group(
         self, ticket: str, rank: int = 0, world_size: int = 1, version: str | int | None = None
     ) -> None:
-        """Record an update. An earlier one that is still being waited for is superseded.
+        """Record an update. It supersedes an earlier update that is still pending.
 
         Args:
-            ticket: of the update.
-            rank, world_size: which actor of how many this is.
-            version: which version the update has become, if that is known.
+            ticket: ticket of the update.
+            rank, world_size: this actor, and the number of actors.
+            version: version of the update, if known.
         """
         self._update = Update(ticket, version)
         self._rank, self._ranks = rank, world_size
@@ -107,11 +109,11 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
         """Push this actor's share of each tensor, in the calling thread, and wait until rollouts can pull the version.
 
         Args:
-            weights: name and whole tensor of each; taken to the end in any case, since other actors gather them together with this one.
-            global_steps: the version's step; by default how many updates there were.
+            weights: name and whole tensor of each. Always consumed to the end, because other actors gather them together with this one.
+            global_steps: the version's step; by default the number of updates so far.
 
         Returns:
-            Metrics, on the master: the version's number, the seconds that the push took, and whether the version is held.
+            Metrics, on the master: the version's number, the duration of the push in seconds, and whether the version is held.
 
         Raises:
             As `TrainerClient.push_gathered`, and VersionFailed: the version could not be completed.
@@ -129,7 +131,7 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Pull the update's tensors, whole, once all actors have pushed; none of them has been given to verl if one has failed.
+        """Pull the update's whole tensors once all actors have pushed. If an actor failed, verl receives none of them.
 
         Raises:
             WeighbridgeError: as `UpdateReceiver.receive`.

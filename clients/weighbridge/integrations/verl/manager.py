@@ -1,7 +1,7 @@
-"""Manager of updates for verl in which rollouts generate until the new version is complete.
+"""Manager of updates for verl: rollouts generate until the new version is complete.
 
-verl's own manager stops them before actors begin to gather. Here a push that fails reaches no engine, replicas that come later take the newest
-version from the service, and engines with weighbridge's plug-in pull their own slices.
+verl's own manager stops them before actors begin to gather. Here a failed push reaches no engine, replicas that start later load the newest version
+from the service, and engines with weighbridge's plug-in pull their own slices.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from weighbridge.integrations.verl.engine import NAME, VERSION, Settings
 
 
 class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl is seen as untyped
-    """``rollout.checkpoint_manager_class``. With another backend than ``weighbridge`` it is verl's own.
+    """``rollout.checkpoint_manager_class``. With a backend other than ``weighbridge``, it behaves like verl's own.
 
     Args:
         config: verl's ``CheckpointEngineConfig``.
         actor_wg: the actors.
-        replicas: of rollouts.
+        replicas: replicas of rollouts.
     """
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
@@ -38,7 +38,7 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
 
     @auto_await  # type: ignore[untyped-decorator]  # verl is seen as untyped
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
-        """Push the actors' weights, and bring them to all replicas once they are complete.
+        """Push the actors' weights, and update all replicas once the version is complete.
 
         Args:
             global_steps: the training step.
@@ -47,8 +47,9 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
             The actors' metrics.
 
         Raises:
-            RayTaskError: of an actor; no replica was touched. Or of a worker of a replica: in mode ``tensors`` that one then does not generate until
-                an update has succeeded, in mode ``slices`` it goes on with the version that it had; a note says which replicas have which.
+            RayTaskError: an actor failed, and no replica was changed. Or a worker of a replica failed: in mode ``tensors`` that replica does not
+                generate until an update has succeeded; in mode ``slices`` it continues with its previous version. A note lists the versions of the
+                replicas.
         """
         if self.backend != NAME:
             metrics: dict[str, Any] = await super().update_weights(global_steps)
@@ -67,7 +68,7 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
 
     @auto_await  # type: ignore[untyped-decorator]  # verl is seen as untyped
     async def catch_up(self, replicas: Sequence[Any], version: str | int = REF_LIVE) -> Version:
-        """Bring a version to replicas that were started or restarted, without the actors.
+        """Update replicas that were started or restarted to a version, without the actors.
 
         Args:
             replicas: which ones.
@@ -77,8 +78,8 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
             The version.
 
         Raises:
-            NotFound: there is no such version.
-            RayTaskError: of a worker of a replica.
+            NotFound: the version does not exist.
+            RayTaskError: a worker of a replica failed.
         """
         found = await asyncio.to_thread(self._version, version)
         await self._bring(replicas, "", found.number, found.step)
@@ -103,8 +104,8 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
     async def _bring_tensors(
         self, replicas: Sequence[Any], ticket: str, number: int | None, step: int | None
     ) -> None:
-        """Let workers pull whole tensors and verl hand them to its engines. What fails leaves engines without weights: verl's own release of the KV
-        cache gives those up as well. So they do not go on.
+        """Let workers pull whole tensors, and verl pass them to its engines. After a failure, engines have no weights, because verl's release of the
+        KV cache also releases the weights. So they do not resume.
         """
         workers = [worker for replica in replicas for worker in replica.workers]
         rollouts = RayWorkerGroup(
@@ -121,7 +122,7 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
         await _all(replica.resume_generation() for replica in replicas)
 
     async def _bring_slices(self, replica: Any, number: int, step: int | None) -> None:
-        """Let the ranks of an engine pull what they hold, by its weight-transfer engine; it stands still for the last step only."""
+        """Let the ranks of an engine pull their slices through its weight-transfer engine. The engine pauses only for the last step."""
         server = _server_of(replica)
 
         async def ask(method: str, **arguments: Any) -> None:
@@ -165,7 +166,7 @@ async def _on_all(workers: Any, method: str, **arguments: Sequence[Any]) -> None
 
 
 async def _on_each(calls: Sequence[Awaitable[None]], number: int) -> None:
-    """Wait until all replicas have ended; raises the error of the first that failed, with a note which have the version and which have not."""
+    """Wait until all replicas have ended. Raises the error of the first that failed, with a note that lists which replicas have the version."""
     ended = await asyncio.gather(*calls, return_exceptions=True)
     failed = {index: each for index, each in enumerate(ended) if isinstance(each, BaseException)}
     if not failed:

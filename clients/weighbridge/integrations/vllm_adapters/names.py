@@ -25,7 +25,7 @@ class AdapterVersion:
 
     Attributes:
         name: such as ``acme/alice@18``; never with a ref.
-        base: the version that it is on, such as ``acme/smol@17``.
+        base: its base version, such as ``acme/smol@17``.
         key: name of its folder; identical for the same push of that version.
         created_ms: when it was opened, as Unix time in milliseconds; 0 if no longer known.
         base_digest: digest of the base's manifest, as recorded in the adapter; empty if the adapter records none.

@@ -38,7 +38,7 @@ class EngineState:
         base: the version in its parameters, such as ``acme/smol@17``; empty if that is not known.
         created_ms: when that version was opened, as Unix time in milliseconds; 0 if not known.
         why: reason why the version is not known.
-        modules: last parts of the names of modules that take LoRA.
+        modules: last name components of the modules that support LoRA.
         max_rank: greatest rank.
         known: config keys that this release of vLLM reads.
     """
@@ -96,7 +96,7 @@ def tensor_problems(names: Iterable[str], modules: Collection[str]) -> list[str]
 
     Args:
         names: names of its tensors in peft.
-        modules: last parts of the names of modules that take LoRA.
+        modules: last name components of the modules that support LoRA.
     """
     others, unfit = [], set()
     for name in names:
