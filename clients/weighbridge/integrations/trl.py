@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class WeighbridgeTransfer:
     """Transfers the weights of TRL's main process to vLLM servers that have weighbridge's plug-in.
 
-    TRL pauses its server before it gathers, and resumes it after the transfer, unless that has failed. Here servers generate until the version is
-    complete and lies on their machines. `send_weights` pauses them for the last step only, and resumes them in any case in which their weights are
-    whole: so TRL's own pauses are passed over.
+    TRL pauses its server before it gathers, and resumes it after the transfer unless that failed. Here servers generate until the version is complete
+    and on their machines. `send_weights` pauses them only for the last step, and resumes them whenever their weights are consistent. TRL's own pauses
+    are ignored.
 
     Args:
         model: ``namespace/name``.

@@ -1,4 +1,4 @@
-"""Boundary to torch.distributed.checkpoint, which prints all of an error's traceback, of every rank."""
+"""Boundary to torch.distributed.checkpoint, which prints the whole traceback of an error for every rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def flat_errors(method: Callable[P, T]) -> Callable[P, T]:
-    """A method whose errors say what is wrong, and nothing of how this library is built."""
+    """Wrap a method so that its errors state what is wrong, without this library's internal frames."""
 
     @functools.wraps(method)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,4 +1,4 @@
-"""Entries of a state dict that `torch.distributed.checkpoint` has flattened, and the model's tensors that they are."""
+"""Maps entries of a state dict that `torch.distributed.checkpoint` has flattened to the model's tensors."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ class Entries:
 
     Attributes:
         model: the model's tensors, by name.
-        prefix: what may stand before the names of the model's part, such as ``model.`` of ``{"model": ..., "optimizer": ...}``.
+        prefix: possible prefix of the model's entries, such as ``model.`` in ``{"model": ..., "optimizer": ...}``.
     """
 
     model: TensorForms
     prefix: str
 
     def form(self, entry: str) -> Form | None:
-        """Form of the model's tensor that an entry is; None if it is not one of the model."""
+        """Shape and dtype of the model's tensor for an entry; None if the entry does not belong to the model."""
         found = model_form(entry, self.model)
         return model_form(entry.removeprefix(self.prefix), self.model) if found is None else found
 
     def tied(self, entry: str) -> Form | None:
-        """The tensor of which an entry may be the tied copy: the input embeddings, of a model that has no head of its own."""
+        """The tensor of which an entry may be a tied copy: the input embeddings, if the model has no separate head."""
         is_head = entry == _HEAD or entry.endswith(f".{_HEAD}")
         return self._embeddings if is_head else None
 
     def is_about_weights(self, entry: str) -> bool:
-        """Whether a tensor's name is within an entry's, as in an optimizer's ``state.<name>.exp_avg``."""
+        """Whether an entry's name contains a tensor's name, as in an optimizer's ``state.<name>.exp_avg``."""
         parts = entry.split(".")
         spans = itertools.combinations(range(len(parts) + 1), 2)
         return any(".".join(parts[start:stop]) in self.model for start, stop in spans)
@@ -71,12 +71,12 @@ class Entries:
 
 @dataclass(frozen=True)
 class PlannedShards:
-    """The model's shards that a rank is to write.
+    """The model's shards that a rank will write.
 
     Attributes:
         layout: the shards as one stream.
-        sources: for each shard, the item of the plan, and which part of it.
-        copies: further entries that must be tied copies of the model's tensors.
+        sources: for each shard, the item of the plan and the part of it.
+        copies: additional entries that must be tied copies of the model's tensors.
     """
 
     layout: Layout
@@ -85,15 +85,15 @@ class PlannedShards:
 
 
 def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> PlannedShards:
-    """Find the model's shards in what a rank is to write.
+    """Find the model's shards among the items that a rank will write.
 
     Args:
-        items: of a save plan.
-        entries: how the model's tensors are called.
-        cast: as of `weighbridge.TrainerClient.push_state_dict`.
+        items: items of a save plan.
+        entries: names of the model's tensors.
+        cast: as for `weighbridge.TrainerClient.push_state_dict`.
 
     Raises:
-        LayoutError: shapes or dtypes contradict the model, there are entries that are not its, or LoRA adapters are not merged; names all.
+        LayoutError: shapes or dtypes contradict the model, some entries do not belong to it, or LoRA adapters are not merged; names all of these.
     """
     items = list(items)
     check_merged(
@@ -149,11 +149,11 @@ def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> P
 
 
 def check_none_absent(names: Iterable[str], entries: Entries) -> None:
-    """Refuse what all ranks together are to write, if it has nothing of some tensor with elements.
+    """Refuse a save in which no rank writes any part of a tensor that has elements.
 
     Args:
-        names: of the ranks' entries.
-        entries: how the model's tensors are called.
+        names: names of the ranks' entries.
+        entries: names of the model's tensors.
 
     Raises:
         LayoutError: names each such tensor.
@@ -175,16 +175,16 @@ def _foreign(entries: list[str]) -> str:
 
 
 def planned_state(planner: Any) -> Mapping[str, Any]:
-    """Entries that a planner saves or loads, if it is made like DCP's own; empty for any other planner."""
+    """Entries that a planner saves or loads, if it is built like DCP's own; empty for any other planner."""
     state = getattr(planner, "state_dict", None)
     return state if isinstance(state, Mapping) else {}
 
 
 def check_one_box(planner: Any, entry: str) -> None:
-    """Refuse a DTensor whose shard is several boxes, since DCP can say only one.
+    """Refuse a DTensor whose shard consists of several boxes, because DCP can express only one.
 
     Raises:
-        LayoutError: it is so.
+        LayoutError: the shard consists of several boxes.
     """
     value = planned_state(planner).get(entry)
     if isinstance(value, torch.Tensor) and len(local_shards(value)) > 1:
@@ -195,13 +195,13 @@ def check_one_box(planner: Any, entry: str) -> None:
 
 
 def untied(planner: Any, copies: Iterable[str], entries: Entries, *, by_content: bool = False) -> list[str]:
-    """Those of the entries that do not share their memory with one of the model's tensors.
+    """Entries that do not share memory with one of the model's tensors.
 
     Args:
-        planner: made like DCP's own.
+        planner: a planner that is built like DCP's own.
         copies: entries that may be tied.
-        entries: how the model's tensors are called.
-        by_content: whether equal elements will do: staging for ``async_save`` may have copied tied tensors apart.
+        entries: names of the model's tensors.
+        by_content: whether equal elements suffice, because staging for ``async_save`` may have copied tied tensors separately.
     """
     state = planned_state(planner)
     known = {

@@ -36,18 +36,18 @@ from weighbridge.integrations.torch.entries import Entries, check_one_box, untie
 
 
 class WeighbridgeReader(StorageReader):
-    """A storage reader for ``dcp.load``. All ranks make one. Only a rank's own bytes come over the wire.
+    """A storage reader for ``dcp.load``. All ranks create one. A rank fetches only its own bytes.
 
     Args:
         model: ``namespace/name``, or with the version: ``namespace/name@latest``.
         server: ``host:port`` of the service; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Or a client, which stays open.
-        version: a number or a ref; by default the latest. If ``dcp.load`` is given a ``checkpoint_id``, it is the newest version of the step that this says.
-        prefix: what may stand before the model's names in the flattened state dict: ``model.`` if it is ``{"model": ...}``.
+        version: a number or a ref; by default the latest. If ``dcp.load`` receives a ``checkpoint_id``, the newest version of the step in that name.
+        prefix: possible prefix of the model's names in the flattened state dict: ``model.`` if it is ``{"model": ...}``.
         retry_seconds, lane: as for `TrainerClient`.
 
     Attributes:
         model: the model.
-        version: that was loaded; None before.
+        version: the loaded version; None before the load.
 
     Examples:
         >>> dcp.load({"model": model.state_dict()}, storage_reader=WeighbridgeReader("acme/smol", server))
@@ -81,7 +81,7 @@ class WeighbridgeReader(StorageReader):
             weakref.finalize(self, self._made.close)
 
     def close(self) -> None:
-        """Close the connection, unless it was given."""
+        """Close the connection, unless a client was passed in."""
         if self._made is not None:
             self._made.close()
 
@@ -91,15 +91,15 @@ class WeighbridgeReader(StorageReader):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # In the order in which DCP calls them.
+    # Methods in the order in which DCP calls them.
 
     @flat_errors
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Record the name of the checkpoint that is about to be loaded; DCP passes it only if the user has named it.
+        """Record the name of the checkpoint to load; DCP passes it only if the user named one.
 
         Raises:
-            NotFound: this process is alone, and there is no such model, or no version of that step. With several ranks, DCP raises
-                one rank's error on all, later.
+            NotFound: there is one process, and the model or a version of that step does not exist. With several ranks, DCP later raises one rank's
+                error on all.
         """
         self._checkpoint = checkpoint_id
         if checkpoint_id is not None and not (dist.is_available() and dist.is_initialized()):
@@ -107,7 +107,7 @@ class WeighbridgeReader(StorageReader):
 
     @flat_errors
     def read_metadata(self, *args: Any) -> Metadata:
-        """The model's tensors, each as one chunk. Entries with the prefix, or with what wrappers add to names, are found in it, too.
+        """The model's tensors, each as one chunk. Lookups also work for entries with the prefix, or with names that wrappers extended.
 
         Raises:
             NotFound: the model is not registered.
@@ -123,30 +123,30 @@ class WeighbridgeReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Find the version; the coordinator's is what all ranks read.
+        """Find the version. All ranks read the coordinator's version.
 
         Raises:
-            NotFound: there is no such version.
+            NotFound: the version does not exist.
         """
         if is_coordinator:
             self._resolved = self._find().number
         self._checkpoint = None
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """The unchanged plan."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Tell each rank which version is read: a ref may move meanwhile."""
+        """Send each rank the number of the version, because a ref may move meanwhile."""
         return [replace(plan, storage_data=self._resolved) for plan in plans]
 
     @flat_errors
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan asks for. Floating-point tensors of another dtype than the model's are cast.
+        """Fill the tensors in the plan. Floating-point tensors whose dtype differs from the model's are cast.
 
         Raises:
-            LayoutError: a tensor cannot take what the model has; names each.
-            WeighbridgeError: the bytes could not be brought.
+            LayoutError: a tensor cannot receive the model's values; names each.
+            WeighbridgeError: the bytes could not be fetched.
         """
         entries = self._entries
         shards: dict[tuple[str, Box], list[torch.Tensor]] = {}
@@ -182,7 +182,7 @@ class WeighbridgeReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a checkpoint's name says a step."""
+        """Whether a checkpoint's name contains a step."""
         return step_named(checkpoint_id) is not None
 
     @property
@@ -202,7 +202,7 @@ class WeighbridgeReader(StorageReader):
         return max(found, key=lambda each: each.number)
 
     def _to_read(self, plan: LoadPlan, planner: LoadPlanner, entries: Entries) -> list[tuple[Form, ReadItem]]:
-        """The items of a plan with the tensors that they are of; without tied copies, which are filled with what they are tied to."""
+        """The items of a plan with their tensors, without tied copies. Those are filled together with the tensors that they are tied to."""
         found, copies = [], []
         for item in plan.items:
             form = entries.form(item.dest_index.fqn)
@@ -220,7 +220,7 @@ class WeighbridgeReader(StorageReader):
 
 
 class _Described(dict[str, STORAGE_TYPES]):
-    """Metadata of the model's tensors by name, in which entries are found under whatever names they have in a state dict."""
+    """Metadata of the model's tensors by name. Lookups accept the names that entries have in a state dict."""
 
     def __init__(self, entries: Entries, described: Mapping[str, STORAGE_TYPES]) -> None:
         super().__init__(described)

@@ -1,8 +1,8 @@
-"""Storage writer of `torch.distributed.checkpoint` that makes a version of each checkpoint.
+"""Storage writer of `torch.distributed.checkpoint` that creates a version from each checkpoint.
 
-Each save has a name of its own, while its plan may be an older one, since planners keep plans. So the version's step is fixed at the
-beginning of a save, and of the plan only names and boxes are used. The coordinator seals last, in `WeighbridgeWriter.finish`, which DCP
-calls once all ranks have written: until then no version can become visible.
+Each save has its own name, but its plan may be older, because planners cache plans. So the version's step is determined at the beginning of a save,
+and only names and boxes are read from the plan. The coordinator seals last, in `WeighbridgeWriter.finish`, which DCP calls once all ranks have
+written: no version becomes visible before that.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from weighbridge.integrations.torch.entries import (
 
 
 class WeighbridgeWriter(StorageWriter):
-    """A storage writer for ``dcp.save`` and ``dcp.async_save``, of one checkpoint or of many. All ranks make one.
+    """A storage writer for ``dcp.save`` and ``dcp.async_save``, for one checkpoint or several. All ranks create one.
 
     Args:
         model: ``namespace/name``, registered before.
         server: ``host:port`` of the service; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Or a client, which stays open.
-        step: the training step, or a function that returns it at each save. By default the number with which the ``checkpoint_id`` ends.
-        prefix: what may stand before the model's names in the flattened state dict: ``model.`` if it is ``{"model": ...}``.
+        step: the training step, or a function that returns it at each save. By default the number at the end of the ``checkpoint_id``.
+        prefix: possible prefix of the model's names in the flattened state dict: ``model.`` if it is ``{"model": ...}``.
         cast: as for `TrainerClient.push_state_dict`.
-        until: ``ready``, ``verified`` or ``durable``: for what a save waits.
+        until: the state that a save waits for: ``ready``, ``verified`` or ``durable``.
         run, retry_seconds, lane: as for `TrainerClient`.
-        options: of each version, as for `TrainerClient.push`: ``metadata``, ``candidate``, ``allow_nonfinite``, ``max_hold_s``. A save that fails raises
-            ``CheckpointException`` on all ranks, by torch's own agreement; so ``on_failure="warn"`` is refused.
+        options: of each version, as for `TrainerClient.push`: ``metadata``, ``candidate``, ``allow_nonfinite``, ``max_hold_s``. A failed save raises
+            ``CheckpointException`` on all ranks, through torch's own agreement; so ``on_failure="warn"`` is refused.
 
     Attributes:
         model: the model.
         last: this rank's newest push, or None.
-        version: the newest version that a save has waited for; of the coordinator only, elsewhere None.
+        version: the newest version that a save has waited for; set only on the coordinator.
 
     Raises:
         InvalidArgument: ``cast`` or ``until`` is not known.
@@ -117,7 +117,7 @@ class WeighbridgeWriter(StorageWriter):
         self._coordinates = False
 
     def close(self) -> None:
-        """Abort a save that has not been finished, and close the connection, unless it was given."""
+        """Abort an unfinished save, and close the connection unless a client was passed in."""
         self._give_up("the writer was closed")
         made, self._made = self._made, None
         if made is not None:
@@ -130,7 +130,7 @@ class WeighbridgeWriter(StorageWriter):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for the process in which ``dcp.async_save`` saves, if it is asked to: all but connections."""
+        """State for a separate process in which ``dcp.async_save`` may save: everything except connections."""
         if self._given is not None:
             raise FailedPrecondition(
                 "a writer that was given a client cannot save in another process",
@@ -141,10 +141,10 @@ class WeighbridgeWriter(StorageWriter):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _staging=StagingPool())
 
-    # In the order in which DCP calls them.
+    # Methods in the order in which DCP calls them.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Record the name of the checkpoint that is about to be saved; DCP passes it only if the user has named it."""
+        """Record the name of the checkpoint to save; DCP passes it only if the user named one."""
         self._checkpoint = checkpoint_id
 
     def storage_meta(self) -> StorageMeta | None:
@@ -153,10 +153,10 @@ class WeighbridgeWriter(StorageWriter):
 
     @flat_errors
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save: find its step, and check that the service knows the model.
+        """Begin a save: determine its step, and check that the service knows the model.
 
         Raises:
-            InvalidArgument: nothing says which step it is; or the ranks save without coordination.
+            InvalidArgument: the step is unknown, or the ranks save without coordination.
             NotFound: the model is not registered.
         """
         if not kwargs.get("use_collectives", True):
@@ -165,7 +165,7 @@ class WeighbridgeWriter(StorageWriter):
             )
         self._give_up("another save has begun")
         named = self._checkpoint
-        self._checkpoint = None  # the next save may have none
+        self._checkpoint = None  # the next save may have no name
         self._saving_step = self._step_of(named)
         self._rank = int(kwargs.get("rank") or 0)
         self._coordinates = is_coordinator
@@ -173,31 +173,31 @@ class WeighbridgeWriter(StorageWriter):
 
     @flat_errors
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse what is not of the model, while no rank waits for another one.
+        """Refuse entries that do not belong to the model, while no rank waits for another.
 
         Raises:
-            LayoutError: as `TrainerClient.push_state_dict`; and there are entries that are not the model's, such as an optimizer's.
+            LayoutError: as `TrainerClient.push_state_dict`; or some entries do not belong to the model, such as an optimizer's.
         """
         planned_shards(plan.items, self._entries, self._cast)
         return plan
 
     @flat_errors
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Refuse plans that leave a tensor out, before a version is opened; send each rank their number.
+        """Refuse plans that omit a tensor, before a version is opened. Send each rank the number of plans.
 
         Raises:
-            LayoutError: no rank holds anything of a tensor; names each.
+            LayoutError: no rank has any part of a tensor; names each such tensor.
         """
-        if all(plan.usable for plan in plans):  # others have been seen before
+        if all(plan.usable for plan in plans):  # unusable plans were checked earlier
             check_none_absent([item.index.fqn for plan in plans for item in plan.items], self._entries)
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
     @flat_errors
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Push this rank's shards; done when they have arrived. The coordinator's seal is held.
+        """Push this rank's shards, and return when they have arrived. The coordinator does not seal yet.
 
         Raises:
-            LayoutError: the ranks together do not hold all of the model, or a tensor is not what the plan says.
+            LayoutError: the ranks together do not have the whole model, or a tensor differs from the plan.
             WeighbridgeError: the push failed.
         """
         planned = planned_shards(plan.items, self._entries, self._cast)
@@ -223,8 +223,8 @@ class WeighbridgeWriter(StorageWriter):
         """Seal the version, and wait for it.
 
         Raises:
-            VersionFailed: it cannot be completed.
-            WeighbridgeError: the service could not be asked.
+            VersionFailed: the version cannot be completed.
+            WeighbridgeError: the call to the service failed.
         """
         handle = self.last
         assert handle is not None  # noqa: S101 (DCP has written before)
@@ -233,7 +233,7 @@ class WeighbridgeWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a checkpoint's name says a step."""
+        """Whether a checkpoint's name contains a step."""
         return step_named(checkpoint_id) is not None
 
     @property
@@ -263,7 +263,7 @@ class WeighbridgeWriter(StorageWriter):
     def _resolved(
         self, planned: PlannedShards, indexes: Sequence[int], planner: SavePlanner
     ) -> list[torch.Tensor]:
-        """The data of shards, when all ranks have come: planners may make it only now."""
+        """The data of shards, once all ranks are here: planners may create it only now."""
         problems = [
             f"{entry}: the model has no such tensor, and it is no tied copy of one that it has"
             for entry in untied(planner, planned.copies, self._entries, by_content=True)
@@ -286,7 +286,7 @@ class WeighbridgeWriter(StorageWriter):
         return tensors
 
     def _give_up(self, reason: str) -> None:
-        """Abort the newest push, unless it is sealed: no other rank may wait for it."""
+        """Abort the newest push unless it is sealed, so that no other rank waits for it."""
         handle = self.last
         if handle is not None and not handle.sealed:
             self.last = None

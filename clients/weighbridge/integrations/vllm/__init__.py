@@ -1,7 +1,7 @@
 """Weighbridge inside vLLM, from 0.24 on: a load format and a weight-transfer engine, both called ``weighbridge``.
 
-vLLM finds `register` by the entry point group ``vllm.general_plugins`` and calls it in each of its processes. What does the work is
-imported when vLLM asks for it by name: a vLLM that does not use weighbridge pays nothing for having it installed.
+vLLM finds `register` by the entry point group ``vllm.general_plugins`` and calls it in each of its processes. The other modules are imported when
+vLLM requests them by name, so that an installed but unused weighbridge costs nothing.
 """
 
 # May import: `engine_rank`, `follow`, `_lazy`, `_clients` and folders below, and vLLM.
@@ -9,21 +9,21 @@ imported when vLLM asks for it by name: a vLLM that does not use weighbridge pay
 # - `loader`: load format; a worker starts from a version.
 # - `startup`: config and tokenizer of a start.
 # - `transfer`: weight-transfer engine.
-# - `trainer`: its other end, in a trainer.
-# - `colocated`: a trainer on the engine's card, which takes turns with it.
-# - `worker`: what an agent asks workers over HTTP.
+# - `trainer`: the trainer's side of it.
+# - `colocated`: a trainer that shares a GPU with the engine, in turns.
+# - `worker`: methods of workers that an agent calls over HTTP.
 # - `engines`: several engines behind one server.
 # - `model`: a rank's model, to the contract.
-# - `layers`: its layers, in the format of checkpoints and of kernels.
+# - `layers`: its layers, in checkpoint format and kernel format.
 # - `applying`: an update applied to layers with repacked weights.
 # - `ahead`: layers processed in the staging place, before an update is applied.
-# - `shadows`: copies of layers in which that is done.
-# - `watching`: what processing is seen to do.
-# - `kept_results`: places outside an engine where results of old weights stay.
+# - `shadows`: copies of layers for that processing.
+# - `watching`: observation of processing.
+# - `kept_results`: places outside an engine where results of old weights persist.
 # - `settings`: where weights come from.
-# - `sleeping`: what the engine's core does when it sleeps and wakes up.
+# - `sleeping`: sleep and wake-up in the engine's core.
 # - `wrapped`: layers that are wrapped for LoRA.
-# - `releases`: what vLLM's releases call it.
+# - `releases`: names in different releases of vLLM.
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ NAME = "weighbridge"
 
 
 def register() -> None:
-    """Make the load format and the transfer engine known to vLLM. Calling it again changes nothing.
+    """Register the load format and the transfer engine with vLLM. Calling it again changes nothing.
 
-    A vLLM that has other names than the known releases is left as it is, and the log says so: an error would end it, even where
+    If vLLM's names differ from those of the known releases, nothing is registered and a message is logged: an error would end vLLM, even if
     weighbridge is not used.
     """
     try:
@@ -64,12 +64,15 @@ def register() -> None:
 
 
 def _serve_adapters() -> None:
-    """Have this process serve adapters, if its environment names any. After all else: what guards an engine's adapters sees each call that brings a version."""
+    """Make this process serve adapters, if its environment names any.
+
+    Must run last, so that the guard of an engine's adapters sees each call that loads a version.
+    """
     if not os.environ.get(VARIABLE):
         return
     from weighbridge.integrations.vllm_adapters import guard, workers
 
     workers.install()
     core = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None)
-    if core is not None:  # other processes have none
+    if core is not None:  # other processes have no core
         guard.install(core)

@@ -1,7 +1,7 @@
-"""Engines behind one API server of vLLM: a call about weights reaches all of them, all answer, and a version is taken by all or by none.
+"""Engines behind one API server of vLLM: a call about weights reaches all of them, all respond, and either all or none update to a version.
 
-With data parallelism vLLM asks all engines, gives the first one's answer, and lets those that could do what others could not keep it. Each
-API server has this for itself, as each reaches all engines. Needs nothing of vLLM but its client of engines, as `EnginesClient`.
+With data parallelism vLLM calls all engines, returns the first one's response, and does not roll back engines that succeeded if others failed. Each
+API server runs this code, because each reaches all engines. It requires only vLLM's client of engines, as `EnginesClient`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.vllm import NAME
 
 _WORKERS = "weighbridge_"
-"""Beginning of the names of methods of `weighbridge.integrations.vllm.worker`."""
+"""Prefix of the names of methods of `weighbridge.integrations.vllm.worker`."""
 _APPLY, _UNDO = _WORKERS + "apply", _WORKERS + "undo"
 _TRANSFER = "update_weights"
-"""vLLM's method of workers that brings weights by the transfer engine."""
+"""vLLM's worker method that receives weights through the transfer engine."""
 STAGE, APPLY, UNDO, DISCARD = "stage", "apply", "undo", "discard"
-"""Phases of an update of several engines: the methods of workers behind `_WORKERS`, and phases of the transfer engine."""
+"""Phases of an update of several engines: names of worker methods without the prefix `_WORKERS`, and phases of the transfer engine."""
 
 Problems = dict[int, str]
-"""Failure of each engine; empty if there is none."""
+"""Failure of each engine; empty on success."""
 Ask = Callable[[Sequence[int], str], Awaitable[Problems]]
-"""Asks some engines, all at once, to do what a phase is, and gives each one's problem when all have ended."""
+"""Runs a phase on some engines concurrently, and returns each one's problem when all have ended."""
 
 
 class EnginesClient(Protocol):
@@ -49,15 +49,15 @@ class Call:
 
 
 async def collective_rpc(original: Callable[..., Awaitable[Any]], client: EnginesClient, call: Call) -> Any:
-    """Make a call as vLLM does, or if it is about weights of several engines, so that all of them answer.
+    """Make a call as vLLM does. If the call concerns weights of several engines, all of them respond.
 
     Args:
-        original: vLLM's way to make it.
-        client: of all engines behind this API server.
+        original: vLLM's function for it.
+        client: client of all engines behind this API server.
         call: the call.
 
     Raises:
-        FailedPrecondition: vLLM's own update did not reach all engines; says which engine has what.
+        FailedPrecondition: vLLM's own update did not reach all engines; states which engine has which version.
     """
     engines = list(client.core_engines)
     to_workers = isinstance(call.method, str) and call.method.startswith(_WORKERS)
@@ -65,12 +65,12 @@ async def collective_rpc(original: Callable[..., Awaitable[Any]], client: Engine
         found = await original(call.method, call.timeout, call.args, call.kwargs)
         return _marked(found, 1) if to_workers and len(engines) == 1 else found
     asking = _Asking(client, {int.from_bytes(engine, "little"): engine for engine in engines}, call)
-    # a caller that goes away cancels its request, and an update that has begun is to end
+    # a caller that disconnects cancels its request, but a started update must complete
     return await asyncio.shield(asyncio.ensure_future(_on_all(original, asking)))
 
 
 async def stage(ask: Ask, engines: Sequence[int]) -> Problems:
-    """Have all bytes of a version on the machines of all engines, or of none of them. Returns the engines' problems."""
+    """Fetch all bytes of a version to the machines of all engines, or of none. Returns the engines' problems."""
     staged = await ask(engines, STAGE)
     if any(staged.values()):
         await ask([each for each in engines if not staged[each]], DISCARD)
@@ -78,17 +78,17 @@ async def stage(ask: Ask, engines: Sequence[int]) -> Problems:
 
 
 async def take(ask: Ask, engines: Sequence[int], version: object) -> Problems:
-    """Take all engines to a version, or none of them.
+    """Update all engines to a version, or none of them.
 
-    None touches its weights before all have all bytes. If one fails later, the others go back.
+    No engine changes its weights before all engines have all bytes. If one fails later, the others roll back.
 
     Args:
-        ask: asks engines. One that has failed in an update is not asked for anything more of it.
-        engines: all of them.
-        version: what errors call it.
+        ask: calls engines. An engine that failed in an update receives no more calls of that update.
+        engines: all engines.
+        version: its name in errors.
 
     Returns:
-        The engines' problems. If there are any, only the engines that report it have the version.
+        The engines' problems. If there are any, only engines that report the version have it.
     """
     staged = await stage(ask, engines)
     if any(staged.values()):
@@ -104,13 +104,13 @@ async def take(ask: Ask, engines: Sequence[int], version: object) -> Problems:
 
 @dataclass
 class _Asking:
-    """A call, as it is made to workers of some engines.
+    """A call to the workers of some engines.
 
     Attributes:
         client: vLLM's.
         engines: vLLM's identity of each, by its index.
         call: the call.
-        answers: of each engine's workers, the newest; or the exception that the engine has raised.
+        answers: newest responses of each engine's workers, or the exception that the engine raised.
     """
 
     client: EnginesClient
@@ -121,7 +121,7 @@ class _Asking:
     async def ask(
         self, engines: Sequence[int], method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Problems:
-        """Call a method, and keep the answers."""
+        """Call a method, and store the responses."""
         calls = [
             self.client._call_utility_async(
                 "collective_rpc",
@@ -138,8 +138,7 @@ class _Asking:
         return {each: _problem(self.answers[each]) for each in engines}
 
     async def do(self, engines: Sequence[int], phase: str) -> Problems:
-        """Take a step of the update that the call is: by vLLM's own method, which raises what could not be done, or by the workers' own ones,
-        which answer it."""
+        """Run a step of the call's update: through vLLM's own method, which raises failures, or through the workers' own methods, which return them."""
         if self.call.method == _TRANSFER:
             kwargs = {"update_info": _in_phase((self.call.kwargs or {})["update_info"], phase)}
             return await self.ask(engines, _TRANSFER, (), kwargs)
@@ -176,12 +175,15 @@ _turns: WeakKeyDictionary[Any, asyncio.Lock] = WeakKeyDictionary()
 
 
 def _turn(client: EnginesClient) -> asyncio.Lock:
-    """Lock of a server's updates: engines that get two of them in different orders end with different versions."""
+    """Lock of a server's updates: engines that receive two updates in different orders would end with different versions."""
     return _turns.setdefault(client, asyncio.Lock())
 
 
 def _is_update(client: EnginesClient, call: Call) -> bool:
-    """Test whether a call is vLLM's own update of weights from the service. A call that only begins to prepare a version is made as vLLM makes it."""
+    """Test whether a call is vLLM's own update of weights from the service.
+
+    A call that only begins to prepare a version is passed to vLLM unchanged.
+    """
     if call.method != _TRANSFER or not call.kwargs or "update_info" not in call.kwargs:
         return False
     transfer = getattr(client.vllm_config, "weight_transfer_config", None)
@@ -192,7 +194,7 @@ def _is_update(client: EnginesClient, call: Call) -> bool:
 
 
 def changes_parameters(call: Call) -> bool:
-    """Test whether a call may bring a version to the parameters of workers whose transfer engine is weighbridge's."""
+    """Test whether a call may change the parameters of workers whose transfer engine is weighbridge's."""
     if call.method != _TRANSFER:
         return call.method in (_APPLY, _UNDO)
     infos = _each((call.kwargs or {}).get("update_info", [*call.args, {}][0]))
@@ -200,13 +202,16 @@ def changes_parameters(call: Call) -> bool:
 
 
 def _agree_themselves(client: EnginesClient) -> bool:
-    """Test whether the workers of all engines are in one group, as those that share experts: a step that fails in one is then raised in all."""
+    """Test whether the workers of all engines are in one group, such as workers that share experts.
+
+    A step that fails in one is then raised in all.
+    """
     config = client.vllm_config
     return bool(config.model_config.is_moe and config.parallel_config.data_parallel_size > 1)
 
 
 def _each(info: Any) -> Sequence[Any]:
-    """An update's information for each worker, or the one for all of them."""
+    """An update's information for each worker, or the common one."""
     return info if isinstance(info, list) else [info]
 
 
@@ -224,7 +229,7 @@ def _version_of(info: Any) -> object:
 
 
 def _problem(found: Any) -> str:
-    """Failure that an engine or its workers report; empty if there is none."""
+    """Failure that an engine or its workers report; empty on success."""
     if isinstance(found, BaseException):
         return str(found).removeprefix("Call to collective_rpc method failed: ") or repr(found)
     for each in found or ():
@@ -234,7 +239,7 @@ def _problem(found: Any) -> str:
 
 
 def _joined(found: Mapping[int, Any], problems: Problems) -> list[Any]:
-    """The answers of all workers, engine by engine; those of an engine with a problem say so."""
+    """The responses of all workers, engine by engine; those of an engine with a problem contain it."""
     answers: list[Any] = []
     for engine, there in sorted(found.items()):
         problem = problems.get(engine) or _problem(there)
@@ -246,5 +251,5 @@ def _joined(found: Mapping[int, Any], problems: Problems) -> list[Any]:
 
 
 def _marked(answers: Any, engines: int) -> Any:
-    """Answers that say how many engines this server has."""
+    """Responses with the number of this server's engines added."""
     return [{**each, "engines": engines} if isinstance(each, Mapping) else each for each in answers or ()]

@@ -1,4 +1,4 @@
-"""Layers of a vLLM model, in the format of checkpoints and in that of kernels."""
+"""Layers of a vLLM model, in checkpoint format and in kernel format."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from weighbridge.integrations.vllm.wrapped import named_layers
 PACKED = " (packed)"
 _ROWS_AT_ONCE = 512
 _OF_EACH_MODULE = frozenset(vars(torch.nn.Module()))
-"""Attributes in which torch keeps what a module consists of."""
+"""Attributes in which torch stores the parts of a module."""
 
 
 def tensors_of(model: torch.nn.Module) -> Tensors:
-    """Parameters and buffers that loaders write to, by name; what is shared has one name.
+    """Parameters and buffers that loaders write to, by name. Shared tensors appear once.
 
-    Those of attention layers (scales of the KV cache) are not among them: vLLM loads them in a way of its own.
+    Those of attention layers (scales of the KV cache) are not included, because vLLM loads them differently.
     """
     parameters: Tensors = {}
     buffers: Tensors = {}
@@ -48,7 +48,7 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
 
 
 def names_loaded(model: torch.nn.Module) -> set[str]:
-    """Names of the tensors that layers have in the format of checkpoints, or have now."""
+    """Names of the tensors that layers have in checkpoint format or now."""
     return {
         full_name(prefix, name)
         for prefix, layer in named_layers(model)
@@ -58,9 +58,9 @@ def names_loaded(model: torch.nn.Module) -> set[str]:
 
 
 def packed_weights(model: torch.nn.Module) -> Tensors:
-    """Weights by which kernels for processors multiply what linear layers get, transposed, by the names of the weights with `PACKED` behind them.
+    """Transposed weights that CPU kernels of linear layers multiply by, under the weights' names with the suffix `PACKED`.
 
-    They are seen by the products with rows of an identity matrix: all but one of the summands are zeros, so that nothing is rounded.
+    They are recovered from products with rows of an identity matrix: all but one of the summands are zeros, so that nothing is rounded.
     """
     found: Tensors = {}
     for prefix, layer in named_layers(model):
@@ -82,7 +82,7 @@ def full_name(prefix: str, name: str) -> str:
 
 
 def shapes_loaded(model: torch.nn.Module) -> list[lazy.Shape]:
-    """Shapes of the tensors that a version is loaded into, as far as they are known before a loader has been recorded; of shared ones each once."""
+    """Shapes of the tensors that a version is loaded into, as far as they are known before a loader is recorded. Shared tensors appear once."""
     found: list[lazy.Shape] = []
     seen: set[int] = set()
     for layer in model.modules():
@@ -98,7 +98,7 @@ def shapes_loaded(model: torch.nn.Module) -> list[lazy.Shape]:
 
 
 def as_made(layer: torch.nn.Module) -> Tensors:
-    """A layer's tensors without storage as they were when the model was made; of those that reloading makes anew."""
+    """A layer's tensors, without storage, as they were when the model was created; only those that reloading recreates."""
     parameters, buffers = get_layerwise_info(layer).restore_metadata
     return {**parameters, **buffers}
 
@@ -110,7 +110,7 @@ def is_buffer(layer: torch.nn.Module, name: str) -> bool:
 
 
 def dressed(layer: torch.nn.Module, shadow: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the class and the attributes that a layer's had when the model was made, as reloading gives them, for a copy of the layer."""
+    """A tensor for a copy of a layer, with the class and attributes that the layer's tensor had when the model was created, as reloading sets them."""
     like: Any = as_made(layer).get(name, own_tensors(layer).get(name))
     found: Any = tensor
     found.__class__ = like.__class__
@@ -123,17 +123,17 @@ def dressed(layer: torch.nn.Module, shadow: torch.nn.Module, name: str, tensor: 
 
 
 def quantizes_while_loading(model: torch.nn.Module) -> bool:
-    """Whether vLLM quantizes weights as they are loaded: then there are no parameters to load into."""
+    """Whether vLLM quantizes weights as they are loaded; then there are no parameters to load into."""
     methods = (getattr(layer, "quant_method", None) for layer in model.modules())
     return any(getattr(method, "uses_meta_device", False) for method in methods)
 
 
 @contextmanager
 def reloading(model: torch.nn.Module, model_config: Any) -> Iterator[None]:
-    """For as long as the layers are in the format of checkpoints, without storage.
+    """Block in which the layers are in checkpoint format, without storage.
 
-    Layers that are filled meanwhile are processed and copied to where the kernels read; the others are as before afterwards. So are
-    those that were not complete when an error came.
+    Layers that are filled in the block are processed and copied to the tensors that kernels read. The other layers are restored, and so are layers
+    that were incomplete when an error occurred.
     """
     initialize_layerwise_reload(model)
     try:
@@ -152,15 +152,15 @@ def _finish(model: torch.nn.Module, model_config: Any) -> None:
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load() and not info.load_numel and not is_deferred(layer):
-            put_back(layer)  # nothing goes to it, or it was filled in place
+            put_back(layer)  # it receives nothing, or was filled in place
     finalize_layerwise_reload(model, model_config)
 
 
 @contextmanager
 def without_storage(model: torch.nn.Module, model_config: Any) -> Iterator[Tensors]:
-    """The tensors of a model as its own loader finds them when it has just been made, but without storage.
+    """The tensors of a model as its own loader expects them in a newly created model, but without storage.
 
-    The model cannot compute meanwhile, and is as before afterwards.
+    The model cannot compute meanwhile, and is restored afterwards.
     """
     shared = {(layer, name): id(t) for layer in model.modules() for name, t in own_tensors(layer).items()}
     bare: dict[int, torch.Tensor] = {}
@@ -170,7 +170,7 @@ def without_storage(model: torch.nn.Module, model_config: Any) -> Iterator[Tenso
                 key = shared.get((layer, name), id(tensor))
                 if key not in bare:
                     bare[key] = _bare(tensor)
-                # not by setattr: what vLLM leaves as it is may be a tensor that modules do not take for a parameter
+                # not with setattr: a tensor that vLLM leaves in place may be one that modules do not accept as a parameter
                 where: Any = layer._parameters if name in layer._parameters else layer._buffers
                 where[name] = bare[key]
         with _attributes_kept(model):
@@ -179,8 +179,8 @@ def without_storage(model: torch.nn.Module, model_config: Any) -> Iterator[Tenso
 
 @contextmanager
 def _attributes_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Block after which all layers have the attributes that they had, but for parameters, buffers and layers inside them: loaders of some models put there
-    what they make of parameters, as those of DFlash drafters do, and here these have no storage.
+    """Block after which the attributes of all layers are restored, except parameters, buffers and sublayers. Loaders of some models, such as DFlash
+    drafters, store values derived from parameters in attributes, and here the parameters have no storage.
     """
     before = [(vars(layer), _plain_attributes(layer)) for layer in model.modules()]
     try:
@@ -197,7 +197,7 @@ def _plain_attributes(layer: torch.nn.Module) -> dict[str, Any]:
 
 
 def _bare(tensor: Any) -> Any:
-    """A tensor without storage, with the loader that it had when the model was made."""
+    """A tensor without storage, with the loader that it had when the model was created."""
     found = tensor if tensor.is_meta else to_meta_tensor(tensor)
     loader = getattr(found, "weight_loader", None)
     if getattr(loader, "__name__", "") == "online_process_loader":
@@ -206,13 +206,13 @@ def _bare(tensor: Any) -> Any:
 
 
 def twin_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without storage that lies as another one does, with the loader that it had when the model was made."""
+    """A tensor without storage, with the layout of another tensor and the loader that it had when the model was created."""
     found: torch.Tensor = _bare(storageless.twin_of(tensor))
     return found
 
 
 def original_loader(loader: Any) -> Any:
-    """A loader without what vLLM wraps it in to process layers when they are complete."""
+    """A loader without the wrapper with which vLLM processes complete layers."""
     while getattr(loader, "__name__", "") == "online_process_loader":
         loader = loader.__wrapped__
     return loader

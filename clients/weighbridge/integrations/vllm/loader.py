@@ -1,4 +1,4 @@
-"""Load format ``weighbridge``: a vLLM worker starts from a version, and fetches only what its rank holds."""
+"""Load format ``weighbridge``: a vLLM worker starts from a version, and fetches only its rank's slices."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ logger = init_logger(f"vllm.plugins.{__name__}")
 
 
 class WeighbridgeLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is seen as untyped
-    """Runs the model's own loader over lazy tensors, and brings what it takes in one pull."""
+    """Runs the model's own loader over lazy tensors, and fetches the slices that it uses in one pull."""
 
     def __init__(self, load_config: Any) -> None:
         super().__init__(replace(load_config, model_loader_extra_config={}))
         self.load_config = load_config
 
     def download_model(self, model_config: Any) -> None:
-        """There is nothing to download: each rank fetches its own part when it loads."""
+        """Does nothing: each rank fetches its own part when it loads."""
 
     def get_all_weights(
         self, model_config: Any, model: torch.nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors of the version, lazily: for vLLM's own reloading."""
+        """All tensors of the version, lazily, for vLLM's own reloading."""
         settings = self._settings(model_config)
         with settings.source.connect() as client:
             yield from lazy.Source(client, settings.model, settings.version).tensors()
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Bring the version to a model that has just been made."""
+        """Load the version into a newly created model."""
         settings = self._settings(model_config)
         apart = model_config.runner_type == "draft" and not self._is_of_version(model_config)
         if apart and settings.draft:
             settings = settings.of_drafter
         elif apart:
-            # vLLM loads a drafter as it loads the policy, unless a setting says otherwise; but this one is not from the service
+            # vLLM loads a drafter the same way as the policy unless a setting overrides it, but this drafter is not from the service
             plain = replace(self.load_config, load_format="auto", model_loader_extra_config={})
             DefaultModelLoader(plain).load_weights(model, model_config)
             return
@@ -56,7 +56,7 @@ class WeighbridgeLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is se
         rank.stale_drafter = stale_drafter_of(settings.stale_drafter)
         model_of_rank.watch_processing()
         found, recording = rank.load(settings.source, settings.version)
-        if recording is None:  # the loader runs once, on tensors that are fetched when it copies them
+        if recording is None:  # the loader runs once, over tensors that are fetched when it copies them
             loaded = model.load_weights(found.tensors())
             if loaded is not None:
                 releases.track(self, model, loaded, quantized=model_config.quantization is not None)
@@ -69,7 +69,7 @@ class WeighbridgeLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is se
 
     @staticmethod
     def _is_of_version(model_config: Any) -> bool:
-        """Whether the version that the policy is loaded from has the weights of a drafter, or the drafter has load settings of its own."""
+        """Whether the policy's version contains the weights of a drafter, or the drafter has its own load settings."""
         speculative = get_current_vllm_config().speculative_config
         if speculative is None or speculative.draft_load_config is not None:
             return True

@@ -34,7 +34,7 @@ class VllmModel(EngineModel):
     Args:
         model: vLLM's.
         vllm_config: the engine's configuration.
-        model_config: vLLM's configuration of this model; None for that of the engine's configuration.
+        model_config: vLLM's configuration of this model; None for the one in the engine's configuration.
     """
 
     kind = "vllm"
@@ -45,7 +45,7 @@ class VllmModel(EngineModel):
         self._model_config = model_config or vllm_config.model_config
         self.applier = Applier(model, self._model_config)
         self._share = 0.0
-        if self._is_draft:  # it is no engine of its own
+        if self._is_draft:  # a drafter is not an engine
             self.kind = ""
 
     @property
@@ -53,7 +53,7 @@ class VllmModel(EngineModel):
         return getattr(self._model_config, "runner_type", "") == "draft"
 
     def join(self, drafter: torch.nn.Module, name: str = "the drafter") -> None:
-        """Fill the drafter, too, and reserve for it what share of the card's memory is reserved for the model."""
+        """Also fill the drafter, and reserve for it the same share of GPU memory as for the model."""
         super().join(drafter, name)
         self._apply_by(Applier(self.model, self._model_config, self.applier, applier_of(drafter)))
         if self.place is not None:
@@ -61,11 +61,11 @@ class VllmModel(EngineModel):
             nbytes = self.place.nbytes + int(
                 self._share * lazy.staging_bytes(lazy.Shape.of(tensor) for tensor in own)
             )
-            device, self.place = self.place.device, None  # given back before more is asked for
+            device, self.place = self.place.device, None  # released before more is allocated
             self.place = lazy.StagingPlace(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
     def part(self) -> None:
-        """Fill the drafter no more."""
+        """Stop filling the drafter."""
         super().part()
         self._apply_by(Applier(self.model, self._model_config, self.applier))
 
@@ -80,7 +80,7 @@ class VllmModel(EngineModel):
 
     @property
     def config(self) -> Any:
-        """The Hugging Face configuration, as vLLM has read it; None of a drafter, for which vLLM rewrites it."""
+        """The Hugging Face configuration, as vLLM read it; None for a drafter, because vLLM rewrites its configuration."""
         return None if self._is_draft else self._model_config.hf_config
 
     def configuration(self) -> str:
@@ -111,12 +111,12 @@ class VllmModel(EngineModel):
         return json.dumps(known, sort_keys=True, default=str)
 
     def targets(self) -> Mapping[str, torch.Tensor]:
-        """Parameters and buffers, without those of attention layers."""
+        """Parameters and buffers, except those of attention layers."""
         return layers.tensors_of(self.model)
 
     @contextmanager
     def storageless(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """The tensors as the loader finds them when the model has just been made."""
+        """The tensors in the form that the loader expects in a newly created model."""
         with (
             set_current_vllm_config(self._vllm_config),
             unwrapped(self.model),
@@ -125,28 +125,28 @@ class VllmModel(EngineModel):
             yield targets
 
     def spare(self, parameter: torch.Tensor) -> int:
-        """Padding, as vLLM counts it; all of a parameter if weights are quantized: vLLM knows which scales a checkpoint may leave out."""
+        """Padding, as vLLM counts it; the whole parameter if weights are quantized, because vLLM knows which scales a checkpoint may omit."""
         if self._model_config.quantization is not None:
             return parameter.numel()
         return parameter.numel() - int(getattr(parameter, "weight_loader_numel", parameter.numel()))
 
     def record_first(self, source: lazy.Source) -> lazy.Recording | None:
-        """Of the model as it has just been made; None if vLLM quantizes weights while it loads them."""
+        """Record a newly created model; None if vLLM quantizes weights while it loads them."""
         if layers.quantizes_while_loading(self.model):
             return None
         return self.record_on(self.targets(), source, None)
 
     def check(self, recording: lazy.Recording) -> None:
-        """Refuse a model of which vLLM has renamed layers, and an engine that would go on with results of old weights.
+        """Refuse a model if vLLM has renamed its layers, and an engine that would continue to use results of old weights.
 
-        How parameters lie is seen when layers are made anew.
+        The layout of parameters is checked when layers are recreated.
         """
         check_updatable(self._vllm_config)
         check_wrapped(self.model)
         self.applier.check(recording)
 
     def live(self, recording: lazy.Recording) -> tuple[Mapping[str, torch.Tensor], Mapping[str, str]]:
-        """Tensors of layers that have what was loaded; others are repacked, quantized or derived."""
+        """Tensors of layers that contain the loaded values; others are repacked, quantized or derived."""
         seen = self.applier.live(recording)
         made = sorted(self.applier.also_made(recording) & seen.keys())
         also = dict.fromkeys(made, "it was compared, but the engine computes with something made of it, too")
@@ -158,12 +158,12 @@ class VllmModel(EngineModel):
         return seen, {**others, **also}
 
     def computed_with(self) -> Mapping[str, torch.Tensor]:
-        """All tensors, and what vLLM's kernels for processors multiply by where they have packed it out of sight."""
+        """All tensors, and the weights of vLLM's CPU kernels that are packed into hidden storage."""
         seen = {name_before(name): tensor for name, tensor in super().computed_with().items()}
         return {**seen, **layers.packed_weights(self.model)}
 
     def hidden(self) -> Mapping[str, str]:
-        """Weights that vLLM's kernels for processors have packed out of sight, and whose products do not show them."""
+        """Weights that vLLM's CPU kernels have packed into hidden storage, and that cannot be recovered from products."""
         packed = layers.packed_weights(self.model).keys()
         gone = sorted(layers.names_loaded(self.model) - self.computed_with().keys())
         return dict.fromkeys(
@@ -177,16 +177,17 @@ class VllmModel(EngineModel):
             self.applier.load_again(source)
 
     def watch_processing(self) -> None:
-        """See which layers vLLM's processing leaves alone, when it processes them after this."""
+        """Observe, from now on, which layers vLLM's processing leaves unchanged."""
         self.applier.watch_processing()
 
     def reserve(self, recording: lazy.Recording | None, share: float | None) -> None:
-        """Reserve memory of the card for versions that are brought to it before they are applied. To be called while vLLM measures what the
-        model takes, so that the KV cache gets the rest.
+        """Reserve GPU memory for staging versions before they are applied. Must be called while vLLM measures the model's memory, so that the KV
+        cache receives the rest.
 
         Args:
-            recording: of the loader; None if it could only be run.
-            share: part of the parameters' bytes; None for all of them where half of what vLLM may use of the card is left, and none elsewhere.
+            recording: recording of the loader; None if the loader could not be recorded.
+            share: fraction of the parameters' bytes; None for all of them if half of the GPU memory that vLLM may use remains free, otherwise for
+                none.
         """
         model, devices = (
             self._model_config,
@@ -225,11 +226,11 @@ class VllmModel(EngineModel):
         )
 
     def process_staged(self, update: lazy.Update, recording: lazy.Recording) -> int:
-        """Quantise, or whatever vLLM does after loading, beside the layers that compute."""
+        """Quantise, or do whatever else vLLM does after loading, outside the layers that compute."""
         return 0 if recording.unrecorded else self.applier.process_staged(update, recording)
 
     def _tokens_in(self, nbytes: int) -> str:
-        """Text on the tokens of KV cache that would fit into these bytes; empty for models that keep no keys and values."""
+        """Message about the number of KV cache tokens that would fit into these bytes; empty for models without a KV cache."""
         model, parallel = self._model_config, self._vllm_config.parallel_config
         try:
             layers, heads = model.get_num_layers(parallel), model.get_num_kv_heads(parallel)
@@ -239,13 +240,13 @@ class VllmModel(EngineModel):
             return ""
 
     def fill(self, update: lazy.Update, recording: lazy.Recording, rest: Rest) -> None:
-        """Through vLLM's layerwise reloading, where kernels compute with something else than what a loader fills."""
+        """Fill through vLLM's layerwise reloading if kernels compute with tensors other than those that a loader fills."""
         with set_current_vllm_config(self._vllm_config), unwrapped(self.model):
             self.applier.apply(update, recording, rest)
 
 
 def applier_of(model: torch.nn.Module) -> Applier | None:
-    """The applier of a model that this process has loaded from the service; None of another one."""
+    """The applier of a model that this process loaded from the service; None for any other model."""
     rank = known_rank(model)
     return rank.engine.applier if rank is not None and isinstance(rank.engine, VllmModel) else None
 

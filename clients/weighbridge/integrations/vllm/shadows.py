@@ -1,8 +1,8 @@
-"""Shadows of layers: what vLLM's processing makes of a version is made beside the engine, which goes on computing. Needs no vLLM.
+"""Shadows of layers: vLLM's processing of a version runs on copies of layers while the engine continues to compute. Does not need vLLM.
 
-A shadow is a layer with the attributes of the live one and tensors of its own. Its processing is the layer's own, by a copy of the layer's method. Whether
-that leaves a layer like the live one, but for the values in its tensors, is seen, and not known by names: the first time under a `Guard`, which lets no
-operation on a live tensor through, and each time by all attributes of layer and method.
+A shadow is a layer with the attributes of the live one and tensors of its own. Its processing is the layer's own, by a copy of the layer's method.
+Checks instead of lists of names ensure that the result differs from the live layer only in the values of its tensors: the first run uses a `Guard`
+that blocks operations on live tensors, and each run compares all attributes of layer and method.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weighbridge.integrations.vllm.watching import (
 )
 
 _DONE = "_already_called_process_weights_after_loading"
-"""Attribute by which vLLM's methods, and its reloading, know layers that have been processed."""
+"""Attribute by which vLLM's methods and its reloading recognise processed layers."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Subject:
     """A layer whose weights are processed after loading.
 
     Attributes:
-        layer: the live one.
-        method: by which it is processed.
-        loaded: its tensors as a version has them; not the live ones.
+        layer: the live layer.
+        method: method that processes it.
+        loaded: its tensors with the values of a version; not the live ones.
         kept: names of live tensors that stay in place while a version is loaded.
-        constant: names of those of them that no version fills.
-        dress: gives a tensor the class and the attributes that the model's loader finds; of the layer, for its shadow.
+        constant: names of those kept tensors that no version fills.
+        dress: gives a tensor the layer's class and attributes that the model's loader expects, for the shadow.
         buffers: names of tensors that are buffers when a version is loaded.
     """
 
@@ -57,28 +57,28 @@ class Subject:
 
     @property
     def live(self) -> Tensors:
-        """Tensors that the layer computes with, and that processing may have made."""
+        """Tensors that the layer computes with, including those that processing may have created."""
         return {name: tensor for name, tensor in own_tensors(self.layer).items() if name not in self.kept}
 
 
 class Shadows:
-    """Processing of the layers of one model beside it. For one thread at a time."""
+    """Processes the layers of one model outside the model. For one thread at a time."""
 
     def __init__(self) -> None:
         self._copied: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
-        """Layers whose processing has been watched, and whether it gets copies, because it writes to what it is given."""
+        """Layers whose processing has been observed, and whether processing receives copies because it writes to its inputs."""
         self._unsuitable: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
 
     def process(self, subject: Subject, live: set[int], most_bytes: int) -> Tensors:
-        """Tensors like those that the live layer computes with, made of a version.
+        """Tensors like those that the live layer computes with, created from a version.
 
         Args:
             subject: the layer.
             live: storages of all tensors that the engine has.
-            most_bytes: that may be taken beside the tensors that were loaded.
+            most_bytes: maximum memory in addition to the loaded tensors.
 
         Raises:
-            Unsuitable: says why it has to be done in the layer itself. What was loaded is as it was.
+            Unsuitable: states why the live layer itself must be processed. The loaded tensors are unchanged.
         """
         layer = subject.layer
         if layer in self._unsuitable:
@@ -97,7 +97,7 @@ class Shadows:
             raise Unsuitable(self._unsuitable[layer]) from error
 
     def _watch(self, subject: Subject, live: set[int], most_bytes: int) -> bool:
-        """Whether processing has to be given copies of what was loaded."""
+        """Whether processing must receive copies of the loaded tensors."""
         constant = {storage_of(own_tensors(subject.layer)[name]) for name in subject.constant}
         given = {storage_of(tensor) for tensor in subject.loaded.values()}
         before, inner = state(subject.layer, subject.method), Inner(subject.layer, subject.method)
@@ -147,15 +147,15 @@ def _run(
 
 
 def shadow_of(subject: Subject, *, copied: bool) -> tuple[torch.nn.Module, Any]:
-    """A layer that a version has just been loaded into, and the method that processes it; copies of the live ones.
+    """Copies of the live layer and of its processing method; the layer contains a newly loaded version.
 
     Args:
         subject: the layer.
-        copied: whether processing may write to the tensors that it is given.
+        copied: whether processing may write to its input tensors.
     """
     layer, method = subject.layer, _copy_of(subject.method)
-    vars(method).pop("process_weights_after_loading", None)  # it may be watched
-    if "moe_kernel" in vars(method):  # vLLM's kernel of experts for CPUs packs weights only when it is made
+    vars(method).pop("process_weights_after_loading", None)  # it may be observed
+    if "moe_kernel" in vars(method):  # vLLM's CPU kernel of experts packs weights only when it is created
         method.moe_kernel = None
     shadow = _copy_of(layer)
     found: dict[str, Any] = vars(shadow)
@@ -184,7 +184,7 @@ def _copy_of_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_of(owner: Any) -> Any:
-    """An object with the same attributes; those that are objects, or containers, are copies, whose own attributes are the same."""
+    """A copy of an object. Attributes that are objects or containers are copied too; their own attributes are shared."""
     return _with_attributes(owner, {key: _shallow(value) for key, value in vars(owner).items()})
 
 

@@ -1,9 +1,9 @@
 """Start of ``vllm serve acme/smol --load-format weighbridge``: config and tokenizer.
 
-vLLM reads them before it has a loader, from a folder or from the Hugging Face Hub. So the engine's arguments are completed just before
-vLLM makes its configuration of them: the ref becomes a number, the same for all ranks; the files besides the weights are laid into a
-folder, which takes the model's place; and the engine gets what updates need. vLLM's own code is wrapped for that: it has no hook so
-early. ``HF_ENDPOINT`` pointing at the service does the same for the files, without this.
+vLLM reads them before it has a loader, from a folder or from the Hugging Face Hub. So the engine's arguments are completed just before vLLM creates
+its configuration from them: the ref is resolved to a number, the same for all ranks; the files other than weights are downloaded to a folder, which
+replaces the model argument; and the engine receives the settings that updates need. This wraps vLLM's own code, because vLLM has no hook that early.
+If ``HF_ENDPOINT`` points at the service, vLLM gets the files from it without this module.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ logger = init_logger(f"vllm.plugins.{__name__}")
 _WORKER_EXTENSION = "weighbridge.integrations.vllm.worker.WorkerExtension"
 _MARK = "_weighbridge_completes"
 _DRAFTERS = "vllm-drafters"
-"""Folders apart from those of policies: a drafter with a policy's own folder is a part of the policy."""
+"""Folders separate from those of policies: vLLM treats a drafter with the policy's folder as a part of the policy."""
 
 
 def install() -> None:
-    """Let vLLM's arguments be completed, in this process, and make the load format known."""
+    """Make vLLM's arguments be completed in this process, and register the load format."""
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine import arg_utils
     from vllm.engine.arg_utils import EngineArgs
@@ -54,7 +54,7 @@ def install() -> None:
     local_path, not_here, named = arg_utils.get_model_path, dict[str, Exception](), dict[str, str]()
 
     def get_model_path(model: Any, revision: str | None = None) -> Any:
-        # HF_HUB_OFFLINE: the first arguments of a process ask for the Hub's copy when they have just loaded this plug-in
+        # HF_HUB_OFFLINE: the first arguments of a process look for the Hub's copy just after they loaded this plug-in
         try:
             found = local_path(model, revision)
             named[str(found)] = str(model)
@@ -68,12 +68,12 @@ def install() -> None:
         made(self)
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # again: arguments may be changed after they were made, and those that were made first have loaded this plug-in
-        if self.load_format == NAME:  # the service's, though the Hub's cache may have one of that name
+        # again: arguments may be changed after their creation, and the first ones created loaded this plug-in
+        if self.load_format == NAME:  # the service's model, even if the Hub's cache contains one of that name
             self.model = named.get(str(self.model), self.model)
             self.tokenizer = named.get(str(self.tokenizer), self.tokenizer)
         _complete(self, WeightTransferConfig)
-        for name in (self.model, self.tokenizer):  # still: they do not come from the service
+        for name in (self.model, self.tokenizer):  # still unresolved: they do not come from the service
             if (missing := not_here.pop(str(name), None)) is not None:
                 raise missing
         label_first_version(_first_label)
@@ -87,7 +87,7 @@ def install() -> None:
 
 
 def _bring_after_sleep(worker: Any, lost: bool, last: bool) -> Mapping[str, Any]:
-    """Is called in workers, which alone need what it imports."""
+    """Called in workers; only they need its imports."""
     from weighbridge.integrations.vllm.worker import bring_after_sleep
 
     return bring_after_sleep(worker, lost, last)
@@ -113,7 +113,7 @@ def _register_loader() -> None:
 
 
 def _complete(arguments: Any, transfer_config: Any) -> None:
-    """Fill in what the user of load format weighbridge, or of its updates, need not write. Doing it twice is doing it once."""
+    """Fill in the arguments that users of load format weighbridge, or of its updates, need not write. Idempotent."""
     if arguments.load_format == NAME:
         settings = Settings.of(arguments.model_loader_extra_config or {}, arguments.model)
         has_folder = Path(arguments.model).is_dir()
@@ -130,10 +130,10 @@ def _complete(arguments: Any, transfer_config: Any) -> None:
 
 
 def _take_drafter(arguments: Any, settings: Settings) -> None:
-    """Have the drafter loaded from one version of its model, with the files of that version in a folder.
+    """Make the drafter load from one version of its model, with the files of that version in a folder.
 
     Raises:
-        InvalidArgument: the engine has no drafter, or another one; or pipeline stages.
+        InvalidArgument: the engine has no drafter, a different drafter, or pipeline stages.
     """
     said, of = arguments.speculative_config, settings.of_drafter
     if not isinstance(said, Mapping):
@@ -165,7 +165,7 @@ def _take_drafter(arguments: Any, settings: Settings) -> None:
 
 
 def _take_from_service(arguments: Any, settings: Settings, has_folder: bool) -> Settings:
-    """Have the model loaded from one version, with the files of that version in a folder; the settings that say so."""
+    """Make the model load from one version, with the files of that version in a folder. Returns the settings for that."""
     with settings.source.connect() as client:
         version = client.version(settings.model, settings.version)
         version.check_whole()

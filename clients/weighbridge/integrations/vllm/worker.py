@@ -1,4 +1,4 @@
-"""Worker extension of vLLM: what an agent beside a server can ask its workers, by ``/collective_rpc``. The load format puts it there."""
+"""Worker extension of vLLM: methods of workers that an agent calls through ``/collective_rpc``. The load format installs it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from weighbridge.integrations.vllm.settings import source_for
 
 
 class WorkerExtension:
-    """Methods of every worker (``--worker-extension-cls``). Each answers with the rank's `Status` as JSON, which worker it is (``engine``, ``rank``,
-    ``ranks`` of the engine, and ``group``: of the ranks that agree), and ``failed``. The API server adds ``engines``: how many it has.
+    """Methods of every worker (``--worker-extension-cls``). Each returns the rank's `Status` as JSON, the identity of the worker (``engine``,
+    ``rank``, ``ranks`` of the engine, and ``group`` of the ranks that agree), and ``failed``. The API server adds ``engines``, the number of its
+    engines.
 
-    None of them raises: a failure is a text under ``failed`` in the answer. vLLM reads its workers' answers in order and stops at the first that
-    raised; what the others have answered would be taken for answers to the next call. All but
-    `weighbridge_stage`, `weighbridge_apply`, `weighbridge_undo` and `weighbridge_compare_with_load` return at once, because the engine stands still meanwhile.
+    They do not raise: a failure is a string under ``failed`` in the response. vLLM reads its workers' responses in order and stops at the first that
+    raised; it would take the remaining responses for those of the next call. All but `weighbridge_stage`, `weighbridge_apply`, `weighbridge_undo` and
+    `weighbridge_compare_with_load` return immediately, because the engine does not compute meanwhile.
     """
 
     weight_transfer_engine: Any
     model_runner: Any
 
     def weighbridge_connect(self, info: str) -> dict[str, Any]:
-        """Say where versions come from: JSON with ``model``, ``server`` and ``lane``, of which any may be left out; ``reported`` by an agent
-        that reports to the service what the engine serves; ``when_asleep``, the policy for updates while weights sleep; and ``stale_drafter``, the policy for updates that leave a drafter behind."""
+        """Set the source of versions: JSON with ``model``, ``server`` and ``lane``, all optional; ``reported``, if an agent reports the served
+        version to the service; ``when_asleep``, the policy for updates while weights sleep; and ``stale_drafter``, the policy for updates that leave
+        a drafter behind.
+        """
         said = json.loads(info)
 
         def connect(rank: EngineRank) -> None:
@@ -45,37 +48,41 @@ class WorkerExtension:
         return self._weighbridge_do(connect)
 
     def weighbridge_prepare(self, version: str, draft: str = "") -> dict[str, Any]:
-        """Begin to bring a version, named by its number, to this machine. Here and below, ``draft`` names the drafter's version that goes with it, for
-        a drafter that is a model of its own."""
+        """Begin to fetch a version, named by its number, to this machine.
+
+        Here and below, ``draft`` names the drafter's version that belongs to it, if the drafter is a separate model.
+        """
         return self._weighbridge_do(lambda rank: rank.prepare(int(version), _source(rank, draft)))
 
     def weighbridge_prepare_early(self, version: str) -> dict[str, Any]:
-        """Begin to bring a version, named by its number, as its parts arrive."""
+        """Begin to fetch a version, named by its number, as its parts arrive."""
         return self._weighbridge_do(lambda rank: rank.prepare_early(int(version)))
 
     def weighbridge_stage(self, version: str, draft: str = "") -> dict[str, Any]:
-        """Have all bytes of a version, named by its number, on this machine."""
+        """Wait until all bytes of a version, named by its number, are on this machine."""
         return self._weighbridge_do(lambda rank: rank.stage(int(version), _source(rank, draft)))
 
     def weighbridge_apply(self, version: str, draft: str = "") -> dict[str, Any]:
-        """Bring a version, named by its number, to the parameters, while nothing is being computed."""
+        """Write a version, named by its number, into the parameters while the model does not compute."""
         return self._weighbridge_do(
             lambda rank: rank.apply(int(version), _source(rank, draft)), self._weighbridge_settle
         )
 
     def weighbridge_undo(self, version: str, draft: str = "") -> dict[str, Any]:
-        """Go back from a version, named by its number, to the previous one, if this engine has it."""
+        """Roll back from a version, named by its number, to the previous one, if this engine has that version."""
         return self._weighbridge_do(
             lambda rank: rank.undo(int(version), _source(rank, draft)), self._weighbridge_settle
         )
 
     def weighbridge_status(self) -> dict[str, Any]:
-        """Status of this worker: what it serves, and what it prepares."""
+        """Status of this worker: the version that it serves, and the one that it prepares."""
         return self._weighbridge_do(lambda _rank: None)
 
     def weighbridge_evidence(self, known: str) -> dict[str, Any]:
-        """Digests of the parameters as this worker computes with them, and what it takes of a version, unless that is among those that the caller knows: digests, with
-        commas between them."""
+        """Digests of the parameters that this worker computes with, and its recording, unless the caller already has it.
+
+        ``known`` contains digests of the caller's recordings, separated by commas.
+        """
         found: dict[str, Any] = {}
 
         def take(rank: EngineRank) -> None:
@@ -84,7 +91,7 @@ class WorkerExtension:
         return {**self._weighbridge_do(take), "evidence": found}
 
     def weighbridge_compare_with_load(self) -> dict[str, Any]:
-        """Load the version that this worker has again by vLLM's own loader, while nothing is being computed, and say what that has changed."""
+        """Load this worker's version again with vLLM's own loader while the model does not compute, and report what changed."""
         found: dict[str, Any] = {}
 
         def compare(rank: EngineRank) -> None:
@@ -93,12 +100,12 @@ class WorkerExtension:
         return {**self._weighbridge_do(compare, self._weighbridge_settle), "proof": found}
 
     def weighbridge_discard(self) -> dict[str, Any]:
-        """Give back the memory of what was prepared."""
+        """Release the memory of a prepared version."""
         return self._weighbridge_do(EngineRank.discard)
 
     def _weighbridge_settle(self) -> None:
         _settle(self)
-        # a session that another caller has left open: vLLM would refuse the next one, on every worker
+        # another caller may have left a session open: vLLM would refuse the next one on every worker
         self._weight_update_active = False
 
     def _weighbridge_do(
@@ -121,15 +128,15 @@ class WorkerExtension:
 
 
 def bring_after_sleep(worker: Any, lost: bool, last: bool) -> dict[str, Any]:
-    """Bring what waits into the parameters of a worker that has just been woken up. The engine's core calls it, on all workers.
+    """Write the waiting version into the parameters of a worker after its wake-up. The engine's core calls this on all workers.
 
     Args:
-        worker: of vLLM.
+        worker: vLLM's worker.
         lost, last: as for `EngineRank.wake`.
 
     Returns:
-        The version that is ``served``; whether it has ``changed``; whether the worker ``owes`` one, before which the engine must not compute; and what
-        has ``failed``. Nothing of a worker that takes no updates from weighbridge. Raises nothing, as `WorkerExtension`.
+        The version that is ``served``; whether it has ``changed``; whether the worker ``owes`` one, without which the engine must not compute; and
+        what has ``failed``. Empty for a worker that receives no updates from weighbridge. Does not raise, as `WorkerExtension`.
     """
     rank = getattr(getattr(worker, "weight_transfer_engine", None), "rank", None)
     if not isinstance(rank, EngineRank):
@@ -150,10 +157,10 @@ def bring_after_sleep(worker: Any, lost: bool, last: bool) -> dict[str, Any]:
 
 
 def _source(rank: EngineRank, draft: str) -> ModelSource | None:
-    """Source of an order that names this version of a drafter, or none.
+    """Source of versions with this drafter's version, or without one.
 
     Raises:
-        InvalidArgument: it names it otherwise than by its number.
+        InvalidArgument: the drafter's version is not named by its number.
     """
     check_draft(draft)
     return rank.source and rank.source.with_draft(draft)
