@@ -1,4 +1,4 @@
-"""Adapters beside an engine's model: what drivers do with them, and which of them an agent has loaded before a request names them."""
+"""Adapters of an engine's model: the driver interface for them, and the choice of adapters that an agent preloads."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
-"""Pause between two looks at the service's adapters, and at the engine's state."""
+"""Pause between two checks of the service's adapters and the engine's state."""
 _END_SECONDS = 2.0
 _MOST_KNOWN = 4096
-"""Versions whose base is remembered."""
+"""Number of versions whose base is cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class LoadedAdapter(JsonValue):
     """An adapter that an engine has.
 
     Attributes:
-        name: what requests call it: ``acme/alice@18``.
-        base: the version that it is on and that the engine serves.
-        nbytes: of its tensors, or of its files where the engine has fetched them.
-        way: how it came to the engine now, ``tensors`` or ``files``; empty if the engine had it already.
+        name: its name in requests: ``acme/alice@18``.
+        base: its base version, which the engine serves.
+        nbytes: size of its tensors, or of its files if the engine fetched them.
+        way: how it was transferred to the engine, ``tensors`` or ``files``; empty if the engine already had it.
     """
 
     name: str
@@ -48,30 +48,30 @@ class LoadedAdapter(JsonValue):
 
 @runtime_checkable
 class TakesAdapters(Protocol):
-    """Driver of an engine that loads adapters beside its model. Every method raises `WeighbridgeError` if it cannot do what it should."""
+    """Driver of an engine that loads adapters. Every method raises `WeighbridgeError` on failure."""
 
     def serving(self) -> Serving:
-        """State of the engine, as `Engine.serving` gives it."""
+        """State of the engine, as from `Engine.serving`."""
         ...
 
     def load_adapter(
         self, client: EngineClient, adapter: str, version: str | int | None = None, folder: Path | None = None
     ) -> LoadedAdapter:
-        """Have the engine load a version of an adapter."""
+        """Make the engine load a version of an adapter."""
         ...
 
     def takes_adapters(self) -> bool:
-        """Whether the engine loads any now."""
+        """Whether the engine accepts adapters now."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Adapters that are to be loaded ahead.
+    """Adapters to preload.
 
     Attributes:
-        pattern: of their names, such as ``acme/*``.
-        ref: which ref of each.
+        pattern: pattern of their names, such as ``acme/*``.
+        ref: the ref of each adapter.
     """
 
     pattern: str
@@ -79,7 +79,7 @@ class Chosen:
 
     @staticmethod
     def read(text: str) -> Chosen:
-        """A choice as a user has written it: ``PATTERN`` or ``PATTERN@REF``. Raises InvalidArgument."""
+        """Parse a choice that a user wrote: ``PATTERN`` or ``PATTERN@REF``. Raises InvalidArgument."""
         pattern, apart, ref = text.partition("@")
         if not pattern or (apart and not ref) or ref.isdecimal():
             raise InvalidArgument(f"{text!r} names no adapters", fix="write 'acme/*', or 'acme/*@live'")
@@ -87,11 +87,11 @@ class Chosen:
 
 
 def named_by(chosen: Sequence[Chosen], models: Sequence[Model]) -> dict[tuple[str, str], int]:
-    """Numbers of the versions that the chosen refs name now, by adapter and ref; in the order of the choices.
+    """Numbers of the versions that the chosen refs currently name, by adapter and ref, in the order of the choices.
 
     Args:
-        chosen: by a user.
-        models: of the service. Which version of a base an adapter's version is on, only that version says.
+        chosen: the user's choices.
+        models: models of the service. The base version of an adapter's version is recorded only in that version.
     """
     return {
         (model.name, each.ref): model.refs[each.ref]
@@ -104,8 +104,8 @@ def named_by(chosen: Sequence[Chosen], models: Sequence[Model]) -> dict[tuple[st
 def due(
     wanted: Mapping[tuple[str, str], int], done: Mapping[tuple[str, str], int]
 ) -> Iterator[tuple[tuple[str, str], int]]:
-    """Refs that have moved since they were last examined, with the versions that they name now. An adapter that the engine has dropped
-    since is not loaded again: the engine decides by their use which adapters stay.
+    """Refs that have moved since they were last examined, with the versions that they name now. An adapter that the engine has since dropped is not
+    loaded again, because the engine evicts adapters by their use.
     """
     for key, number in wanted.items():
         if done.get(key) != number:
@@ -113,8 +113,8 @@ def due(
 
 
 def _unloaded(before: Serving | None, now: Serving | None) -> bool:
-    """Whether the engine has dropped all adapters between two looks: it was started again, or has received a version, even the one that
-    it had, as by a wake-up or by an update there and back.
+    """Whether the engine has dropped all adapters between two checks: it was restarted, or received a version, even the same one, for example by a
+    wake-up or by an update and its reversal.
     """
     if before is None or now is None:
         return True
@@ -122,18 +122,18 @@ def _unloaded(before: Serving | None, now: Serving | None) -> bool:
 
 
 class LoadsAhead:
-    """Loads adapters into an engine before a request names them, beside the agent that takes it to versions of its base; until it is closed.
+    """Preloads adapters into an engine until closed, in parallel with the agent that updates its base.
 
-    Each version is tried once on each version of the base that the engine serves: a request that names it tries again. Adapters on other versions of the base
-    are skipped until the engine serves theirs.
+    Each version is tried once for each base version that the engine serves; a request that names it tries again. Adapters of other base versions are
+    skipped until the engine serves theirs.
 
     Args:
         client: of the service.
-        model: of the base, ``namespace/name``.
+        model: the base model, ``namespace/name``.
         engine: the engine.
         chosen: which adapters.
-        say: receives one line for each adapter that was loaded, or that could not be.
-        every: seconds between two looks.
+        say: called with one line for each adapter that was loaded or failed to load.
+        every: seconds between two checks.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class LoadsAhead:
         self._thread.start()
 
     def close(self) -> None:
-        """Load no more."""
+        """Stop loading."""
         self._ended.set()
         self._thread.join(_END_SECONDS)
 
@@ -167,13 +167,13 @@ class LoadsAhead:
         while True:
             try:
                 self._look()
-            except WeighbridgeError as error:  # the agent says that the service cannot be reached
+            except WeighbridgeError as error:  # the agent reports that the service is unreachable
                 log.debug("no adapters were loaded ahead: %s", error)
             if self._ended.wait(self._every):
                 return
 
     def _look(self) -> None:
-        """Load what is due now. Raises WeighbridgeError if the service cannot be asked."""
+        """Load adapters that are due. Raises WeighbridgeError if the service is unreachable."""
         before, self._seen = self._seen, quietly(self._engine.serving)
         if _unloaded(before, self._seen):
             self._done.clear()
@@ -181,7 +181,7 @@ class LoadsAhead:
             return
         wanted = named_by(self._chosen, self._client.models())
         now = list(due(wanted, self._done))
-        if not (now and self._engine.takes_adapters()):  # the next look loads them
+        if not (now and self._engine.takes_adapters()):  # the next check loads them
             return
         for (adapter, ref), number in now:
             if self._ended.is_set():

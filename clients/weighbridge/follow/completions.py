@@ -1,4 +1,4 @@
-"""Requests for one token, and for the log probabilities of given ones, as servers of vLLM and SGLang take them, and their answers read. Pure."""
+"""Builds requests to vLLM and SGLang servers for one token, or for the log probabilities of given tokens, and parses the responses. Pure."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 ASK_SECONDS = 60.0
-"""For one token: a server that takes longer has too much to do, or is paused."""
+"""Timeout for one token: a slower server is overloaded or paused."""
 _PROMPT = (0,)
-"""A prompt of which only the time of its answer counts: a token that each vocabulary has."""
+"""A prompt for measuring response time only: a token that every vocabulary contains."""
 _VLLM_ONE = {"max_tokens": 1, "temperature": 0, "ignore_eos": True}
 
 
 def vllm_token() -> dict[str, Any]:
-    """Body for ``/v1/completions``: one token, whichever."""
+    """Body for ``/v1/completions``: any one token."""
     return {**_VLLM_ONE, "prompt": list(_PROMPT)}
 
 
 def check_vllm_token(answer: Any) -> None:
-    """Raise LookupError, TypeError or ValueError if an answer has not one token."""
+    """Raise LookupError, TypeError or ValueError unless a response contains one token."""
     _check_one(answer["usage"]["completion_tokens"])
 
 
 def vllm_last(tokens: Sequence[int]) -> dict[str, Any]:
-    """Body for ``/v1/completions``: one token behind all but the last. No other one is allowed, and vLLM gives the log probability that it had before
-    others were forbidden (``--logprobs-mode raw_logprobs``, its default)."""
+    """Body for ``/v1/completions``: generate one token after all but the last. Only the last token is allowed, and vLLM returns its log probability
+    from before the restriction (``--logprobs-mode raw_logprobs``, its default).
+    """
     return {
         **_VLLM_ONE,
         "prompt": list(tokens[:-1]),
@@ -35,12 +36,12 @@ def vllm_last(tokens: Sequence[int]) -> dict[str, Any]:
 
 
 def vllm_whole(tokens: Sequence[int]) -> dict[str, Any]:
-    """Body for ``/v1/completions``: the log probability of each token of a prompt. vLLM computes the whole prompt for that, and reads no cached prefix."""
+    """Body for ``/v1/completions``: the log probability of each token of a prompt. vLLM computes the whole prompt for that, without the prefix cache."""
     return {**_VLLM_ONE, "prompt": list(tokens), "prompt_logprobs": 0}
 
 
 def read_vllm_last(answer: Any) -> float:
-    """Log probability of the token that was allowed. Raises LookupError, TypeError or ValueError for what is no such answer."""
+    """Log probability of the allowed token. Raises LookupError, TypeError or ValueError for any other response."""
     [found] = answer["choices"][0]["logprobs"]["token_logprobs"]
     return _number(found)
 
@@ -57,7 +58,7 @@ _SGLANG_ONE = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
 
 
 def sglang_token() -> dict[str, Any]:
-    """Body for ``/generate``: one token, whichever."""
+    """Body for ``/generate``: any one token."""
     return {"input_ids": list(_PROMPT), "sampling_params": _SGLANG_ONE}
 
 
@@ -67,7 +68,7 @@ def check_sglang_token(answer: Any) -> None:
 
 
 def sglang_last(tokens: Sequence[int]) -> dict[str, Any]:
-    """Body for ``/generate``: the log probability of the last token behind the others, whose cached prefixes SGLang uses."""
+    """Body for ``/generate``: the log probability of the last token given the others. SGLang uses its prefix cache for the others."""
     return {
         "input_ids": list(tokens[:-1]),
         "sampling_params": _SGLANG_ONE,
@@ -87,7 +88,7 @@ def sglang_whole(tokens: Sequence[int]) -> dict[str, Any]:
 
 
 def read_sglang_last(answer: Any, token: int) -> float:
-    """Log probability of the token that was asked for. Raises as `read_vllm_last`."""
+    """Log probability of the requested token. Raises as `read_vllm_last`."""
     first = answer["meta_info"]["output_token_ids_logprobs"][0]
     [value] = [value for value, found, *_ in first if found == token]
     return _number(value)
@@ -107,5 +108,5 @@ def _check_one(count: Any) -> None:
 
 
 def _number(value: Any) -> float:
-    """A log probability; servers write null where it is not finite."""
+    """A log probability; servers write null if it is not finite."""
     return math.nan if value is None else float(value)

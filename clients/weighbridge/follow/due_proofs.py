@@ -1,4 +1,4 @@
-"""Proofs of one engine as they become due: at the start, after every N-th update, and until one that is due was made."""
+"""Due proofs of one engine: at the start, after every N-th update, and retries until a due proof is made."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 10.0, 600.0
-"""Before a proof that could not be made is tried again, twice as long each time: it costs the engine its digests."""
+"""Wait before a failed attempt at a proof is retried, doubled each time, because each attempt makes the engine compute digests."""
 _NOT_COMPARED = "the engine was never compared with a load by its own loader"
 
 
 @dataclass(frozen=True, slots=True)
 class Proved:
-    """Result of a proof that was due, or of none.
+    """Result of a due proof, or an empty result.
 
     Attributes:
         verdict: ``Proof.verdict``; empty if none was made.
-        problem: what is wrong with the engine; empty if nothing is.
+        problem: the engine's problem; empty if there is none.
     """
 
     verdict: str = ""
@@ -41,19 +41,19 @@ class Proved:
 class DueProofs:
     """Makes the proofs of one engine that are due.
 
-    The first one of parameters that came by a recording which was never compared with a load by the engine's own loader pauses the engine for such a load: the
-    update and the proof know by the same recording where bytes belong, so that a fault of it would pass. The engine's machine remembers the
-    comparison. An engine that cannot be compared so is proved in part.
+    An update and its proof use the same recording to locate bytes, so an error in the recording would stay undetected. Therefore the first proof of
+    parameters that were placed by an untested recording pauses the engine for a load with the engine's own loader, and compares the results. The
+    engine's machine remembers the comparison. If an engine does not support this comparison, it is proved in part.
 
     Args:
         client: of the service.
         model: ``namespace/name``.
         engine: its driver.
         every: prove at the start and after so many updates; 0 never does.
-        say: receives the changed fields of `EngineFacts` when a proof has ended.
+        say: called with the changed fields of `EngineFacts` when a proof has ended.
 
     Raises:
-        InvalidArgument: it is to be proved, and its driver gives no evidence (`GivesEvidence`).
+        InvalidArgument: proofs are enabled, but the engine's driver provides no evidence (`GivesEvidence`).
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class DueProofs:
 
     @property
     def owed(self) -> int | None:
-        """Version whose proof could not be made when it was due, if it is time to try again."""
+        """Version whose due proof could not be made, if it is time to retry."""
         return self._owed if time.monotonic() >= self._again_s else None
 
     def expect_start(self) -> None:
-        """The engine was started again: the next proof is due when it has a version."""
+        """Record a restart of the engine: the next proof is due when it has a version."""
         self._until = min(self._every, 1)
         self._not_loaded = ""
 
@@ -90,8 +90,8 @@ class DueProofs:
         """Prove that the engine computes with the bytes of a version, if that is due after this update or start.
 
         Args:
-            number: of the version.
-            later: why the proof cannot be made now, and is owed; empty if it can be.
+            number: number of the version.
+            later: why the proof must be postponed; empty if it can be made now.
         """
         self._owed = None
         self._until -= 1
@@ -101,7 +101,7 @@ class DueProofs:
         return self._owe(number, later) if later else self.make(number)
 
     def make(self, number: int) -> Proved:
-        """Make a proof that is due, or owe it."""
+        """Make a due proof, or postpone it."""
         begun = time.monotonic()
         try:
             proof = self._proof(number)
@@ -109,12 +109,15 @@ class DueProofs:
             log.warning("version %d could not be proved: %s", number, error)
             return self._owe(number, str(error))
         if proof.verdict == NOT_PROVED:
-            self._until, self._owed = self._every, None  # trying again would not change that
+            self._until, self._owed = self._every, None  # a retry would not change that
             return self._say_not_proved(number, "none of its parameters can be compared")
         failed = proof.verdict == FAILED
         self._made += 1
         self._failed += failed
-        self._until, self._owed = 1 if failed else self._every, None  # what is brought again is proved again
+        self._until, self._owed = (
+            1 if failed else self._every,
+            None,
+        )  # a version that is applied again is proved again
         wrong = proof.wrong_text or self._not_loaded
         problem = f"the proof of version {number} has failed: {wrong}" if failed else ""
         self._last_failure = problem or self._last_failure
@@ -160,11 +163,11 @@ class DueProofs:
                 return prove_by_load(engine, self._model, number)
             except WeighbridgeError as error:
                 log.warning("version %d: %s: %s", number, _NOT_COMPARED, error)
-                # not tried again by this agent: it costs the engine a pause each time
+                # this agent does not retry it: each attempt pauses the engine
                 self._not_loaded = f"{_NOT_COMPARED}: {error}"
                 serving = quietly(engine.serving)
                 if serving is None or serving.broken or serving.version != number:
                     return proof.with_verdict(FAILED)  # the load has left it without a version
-                if attempt(engine.resume)[1] is not None:  # it may stand still for this proof
+                if attempt(engine.resume)[1] is not None:  # the engine may be paused for this proof
                     return proof.with_verdict(FAILED)
         return proof.with_verdict(IN_PART)

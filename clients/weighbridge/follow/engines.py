@@ -1,6 +1,6 @@
-"""Interface between an agent and an engine, and the state of an engine by the statuses of its ranks.
+"""Interface between an agent and an engine, and the state of an engine, derived from the statuses of its ranks.
 
-An engine's own calls are its driver's business.
+An engine's driver makes the engine's own calls.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _FIRST_POLL_SECONDS, _POLL_SECONDS = 0.005, 0.1
 WhenAsleep = Literal["wait", "refuse"]
 WAIT: WhenAsleep = "wait"
 REFUSE: Literal["refuse"] = "refuse"
-"""Policy for an update of an engine whose weights have no memory: the update waits for the wake-up, which applies it, or is refused."""
+"""Policy for an update of an engine whose weights have no memory: the update waits for the wake-up, which applies it, or the engine refuses it."""
 StaleDrafter = Literal["refuse", "allow"]
 ALLOW: StaleDrafter = "allow"
-"""Policy for an update that leaves the drafter of an engine behind, which decodes speculatively."""
+"""Policy for an update that leaves the drafter of an engine with speculative decoding behind."""
 DIFFERENT = "different versions are served"
-"""Beginning of what is broken where ranks or engines have different versions."""
+"""Prefix of ``broken`` if ranks or engines have different versions."""
 
 
 def when_asleep_of(said: object) -> WhenAsleep:
-    """Setting for updates of an engine that sleeps, from a user's text.
+    """Parse the user's setting for updates of a sleeping engine.
 
     Raises:
-        InvalidArgument: there is no such setting.
+        InvalidArgument: the setting does not exist.
     """
     for known in (WAIT, REFUSE):
         if said == known:
@@ -43,10 +43,10 @@ def when_asleep_of(said: object) -> WhenAsleep:
 
 
 def stale_drafter_of(said: object) -> StaleDrafter:
-    """Setting for updates that leave a drafter behind, from a user's text.
+    """Parse the user's setting for updates that leave a drafter behind.
 
     Raises:
-        InvalidArgument: there is no such setting.
+        InvalidArgument: the setting does not exist.
     """
     if said == REFUSE:
         return REFUSE
@@ -56,13 +56,13 @@ def stale_drafter_of(said: object) -> StaleDrafter:
 
 
 class EngineFailed(WeighbridgeError):
-    """The engine could not be reached, or did not do what it was asked for."""
+    """The engine was unreachable, or did not do what was requested."""
 
     reason = "ENGINE_FAILED"
 
 
 def attempt(step: Callable[[], T]) -> tuple[T | None, WeighbridgeError | None]:
-    """Result of a step of an update, or the error that it raised; an error of another kind is replaced by one of this project."""
+    """Result of a step of an update, or the error that it raised. Errors that do not belong to this project are converted."""
     try:
         return step(), None
     except WeighbridgeError as error:
@@ -76,12 +76,12 @@ def attempt(step: Callable[[], T]) -> tuple[T | None, WeighbridgeError | None]:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A version that lies on the engine's machine.
+    """A version on the engine's machine.
 
     Attributes:
         nbytes: bytes that all of the engine's ranks have fetched.
         seconds: from when the first of them began until the last one had them.
-        early_seconds: how much of that had passed when they were asked for the version: they had begun while it was still being received.
+        early_seconds: how much of that had passed when the version was requested, because they began while it was still being received.
     """
 
     nbytes: int
@@ -94,13 +94,13 @@ class Serving:
     """State of an engine.
 
     Attributes:
-        version: number of the version that all of its ranks say they serve; None if they do not know, or say different things.
-        broken: why its parameters are of no version; empty if they are.
-        model: of which model that version is, as ``namespace/name``; empty if they do not know.
+        version: number of the version that all of its ranks report; None if they do not know, or report different versions.
+        broken: why its parameters belong to no version; empty if they do.
+        model: model of that version, as ``namespace/name``; empty if not known.
         instances: the starts of its ranks; empty for an engine that does not distinguish them.
-        waiting: number of the version that the engine's wake-up will bring; None if there is none.
-        stale: weights of the engine that are not of that version, as a drafter's; empty if there are none.
-        draft: the version of the drafter, if that is a model of its own which the engine has from the service, as ``acme/smol-eagle@5``; empty without.
+        waiting: number of the version that the engine's wake-up will apply; None if there is none.
+        stale: weights of the engine that do not belong to that version, such as a drafter's; empty if there are none.
+        draft: the version of the drafter, such as ``acme/smol-eagle@5``, if it is a separate model from the service; otherwise empty.
         brought: number of versions that its ranks have received since they were started, all of them together; 0 for an engine that
             does not report it.
     """
@@ -119,50 +119,52 @@ class Engine(Protocol):
     """A running engine. Every method that fails raises `WeighbridgeError`: `EngineFailed`, or a more specific error."""
 
     def connect(self) -> None:
-        """Give the engine its source of versions. May be called again, for instance when the engine has been started again."""
+        """Give the engine its source of versions. May be called again, for instance after a restart of the engine."""
 
     def serving(self) -> Serving:
         """State of the engine."""
 
     def prepare(self, version: int) -> Prepared:
-        """Have a version brought to the engine's machine while it serves; returns when it is there."""
+        """Make the engine fetch a version to its machine while it serves; returns when it has arrived."""
 
     def discard(self) -> None:
-        """Give back what was prepared."""
+        """Release the prepared version."""
 
     def pause(self) -> None:
-        """Let the engine compute nothing until `resume`."""
+        """Stop the engine from computing until `resume`."""
 
     def apply(self, version: int, label: str) -> None:
-        """Bring what was prepared to the paused engine's parameters.
+        """Write the prepared version into the paused engine's parameters.
 
         Args:
-            version: that was prepared.
-            label: label of the version that the engine gives its clients from now on.
+            version: the prepared version.
+            label: version label that the engine reports to its clients from now on.
         """
 
     def resume(self) -> None:
-        """Let the engine go on, with nothing cached of other weights."""
+        """Resume the engine, with no cached results of other weights."""
 
     def label(self, label: str) -> None:
-        """Set the label that the engine gives its clients, where an agent has found out which version it serves."""
+        """Set the label that the engine reports to its clients, after an agent determined the served version."""
 
 
 @runtime_checkable
 class PreparesEarly(Protocol):
-    """Driver of an engine that stages a version while it arrives. An `Engine` without this stages it when it is ready."""
+    """Driver of an engine that stages a version while it arrives. Other engines stage it when it is ready."""
 
     def prepare_early(self, version: int) -> None:
-        """Have a version that is still being received brought to the engine's machine as it arrives; returns at once. `Engine.prepare` goes on with it
-        when the version is ready."""
+        """Make the engine fetch a version as it arrives, while the service is still receiving it; returns immediately.
+
+        `Engine.prepare` continues with it when the version is ready.
+        """
 
 
 @runtime_checkable
 class TakesDrafter(Protocol):
-    """Driver of an engine whose drafter can be a model of its own.
+    """Driver of an engine whose drafter can be a separate model.
 
     Attributes:
-        draft: the drafter's version that the engine is to have with each version from now on, as ``acme/smol-eagle@5``; empty to name none.
+        draft: the drafter's version that accompanies each version from now on, such as ``acme/smol-eagle@5``; empty to name none.
     """
 
     draft: str
@@ -170,10 +172,10 @@ class TakesDrafter(Protocol):
 
 @runtime_checkable
 class GivesEvidence(Protocol):
-    """Driver of an engine whose parameters can be proved."""
+    """Driver of an engine that provides evidence of its parameters."""
 
     def evidence(self, known: Collection[str] = ()) -> Mapping[str, Evidence]:
-        """Evidence of what each rank computes with, by what errors call it, while the engine serves.
+        """Evidence of the parameters of each rank, by the rank's name in errors, while the engine serves.
 
         Args:
             known: digests of recordings that need not be sent.
@@ -182,18 +184,18 @@ class GivesEvidence(Protocol):
 
 @runtime_checkable
 class AnswersToken(Protocol):
-    """Driver of an engine that can be asked for one token."""
+    """Driver of an engine that can generate one token on request."""
 
     def answer_token(self) -> None:
-        """Have each engine behind the driver answer one token of a prompt that it computes; returns when all have.
+        """Make each engine behind the driver generate one token for a prompt; returns when all have responded.
 
         Raises:
-            WeighbridgeError: an engine does not answer, is paused, or sleeps.
+            WeighbridgeError: an engine does not respond, is paused, or sleeps.
         """
 
 
 Ranks = Mapping[str, Status]
-"""Status of each rank of an engine, of all engines behind one server, by what errors call the rank."""
+"""Status of each rank of an engine, or of all engines behind one server, by the rank's name in errors."""
 
 
 def serving_of(ranks: Ranks, model: str) -> Serving:
@@ -213,10 +215,10 @@ def serving_of(ranks: Ranks, model: str) -> Serving:
 
 
 def check_same_ranks(asked: Ranks, answered: Ranks) -> None:
-    """Refuse answers of other ranks than those that were asked first.
+    """Refuse responses from ranks other than those that received the first request.
 
     Raises:
-        FailedPrecondition: the engine was started again in between, or several servers answer by one address.
+        FailedPrecondition: the engine was restarted in between, or several servers share one address.
     """
     if _instances(asked) != _instances(answered):
         raise FailedPrecondition(
@@ -232,17 +234,17 @@ def wait_prepared(
     """Wait until all ranks have a version in host memory.
 
     Args:
-        told: the ranks' answers to the request to prepare.
-        ask: the ranks' statuses.
+        told: the ranks' responses to the request to prepare.
+        ask: returns the ranks' statuses.
         model: ``namespace/name``.
-        number: the version that they are to prepare.
+        number: the requested version.
         timeout: seconds.
-        draft: the version of the drafter that they are to prepare with it; empty if none was named.
+        draft: the drafter's version to prepare with it; empty if none was named.
 
     Raises:
-        FailedPrecondition: a rank cannot take it, or its bytes did not come; says why. Another version was requested meanwhile, or
-            brought by a wake-up. Or other ranks answer than those that got the request.
-        DeadlineExceeded: not in time.
+        FailedPrecondition: a rank cannot load the version, or its bytes did not arrive; states why. Or another version was requested meanwhile, or
+            applied by a wake-up. Or the responses come from other ranks than those that received the request.
+        DeadlineExceeded: the timeout has passed.
     """
     deadline, pause = time.monotonic() + timeout, _FIRST_POLL_SECONDS
     wanted = label(model, number, draft)
@@ -274,7 +276,7 @@ def wait_prepared(
 
 
 def _number(name: str, model: str) -> int | None:
-    """Number of a version of this model; None for another one's."""
+    """Number of a version of this model; None for a version of another model."""
     of, _, number = policy_in(name).rpartition("@")
     return int(number) if of == model else None
 
@@ -284,7 +286,7 @@ def _instances(ranks: Ranks) -> tuple[str, ...]:
 
 
 def _by_version(ranks: Ranks) -> str:
-    """Versions that ranks serve, where they differ, with the ranks of each."""
+    """Different versions that ranks serve, with the ranks of each."""
     names: dict[str, list[str]] = {}
     for name, status in ranks.items():
         names.setdefault(status.served or "no version", []).append(name)

@@ -1,4 +1,4 @@
-"""Evidence of what the parameters of one rank hold, and what its comparison with a version gives."""
+"""Evidence of the values in one rank's parameters, and the result of its comparison with a version."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from weighbridge._core.json_values import JsonValue
 
 @dataclass(frozen=True, slots=True)
 class Evidence(JsonValue):
-    """Digests of one rank's parameters, as it computes with them.
+    """Digests of the parameters that one rank computes with.
 
     Attributes:
-        served: `label` of the version that the rank says it serves; empty if none.
-        recording: `Recording.digest` of what the rank takes of a version.
+        served: `label` of the version that the rank reports as served; empty if none.
+        recording: `Recording.digest` of the rank's recording.
         recorded: the recording itself, as JSON; empty if the caller has it.
-        digests: of each parameter that lies as it was loaded.
-        unseen: other parameters, by name, and why a version does not say what they must be.
-        seconds: for which the rank made the digests.
-        untested: whether the parameters came by a recording that was never compared, on the rank's machine, with a load by the engine's own loader.
+        digests: digest of each parameter that is stored as it was loaded.
+        unseen: other parameters, by name, and why their values cannot be derived from a version.
+        seconds: time that the rank spent on the digests.
+        untested: whether the parameters were placed by a recording that was never compared, on the rank's machine, with a load by the engine's own
+            loader.
     """
 
     served: str
@@ -33,7 +34,7 @@ class Evidence(JsonValue):
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Evidence:
-        """Read what `to_json` has written; keys that an engine adds are left out."""
+        """Parse the result of `to_json`; keys that an engine adds are ignored."""
         return Evidence(**{each.name: found[each.name] for each in fields(Evidence) if each.name in found})
 
 
@@ -42,11 +43,11 @@ class RankProof(JsonValue):
     """Result for one rank.
 
     Attributes:
-        served: the version that the rank says it serves.
-        compared: how many parameters have the bytes of the version, or have not.
-        wrong: names of those that have not.
-        unseen: parameters that could not be compared, by name, and why.
-        seconds: for which the rank made its digests.
+        served: the version that the rank reports as served.
+        compared: number of compared parameters, equal or not.
+        wrong: names of parameters that differ from the version.
+        unseen: parameters that could not be compared, by name, with the reason.
+        seconds: time that the rank spent on its digests.
     """
 
     served: str
@@ -57,6 +58,6 @@ class RankProof(JsonValue):
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> RankProof:
-        """Read what `to_json` has written."""
+        """Parse the result of `to_json`."""
         said = {each.name: found[each.name] for each in fields(RankProof)}
         return RankProof(**{**said, "wrong": tuple(said["wrong"])})

@@ -1,4 +1,4 @@
-"""Drift of an engine from a version's golden prompts: the log probabilities that it answers, beside those that the trainer's model gives."""
+"""Drift of an engine on a version's golden prompts: the difference between its log probabilities and those of the trainer's model."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ log = logging.getLogger(__name__)
 
 WITHIN, ABOVE, NO_BOUND = "within bound", "above bound", "no bound"
 MOST_DRIFT = 9999.0
-"""Drift where an engine gives no finite log probability."""
+"""Drift if an engine returns no finite log probability."""
 _NAMED = 5
-"""Most prompts that a text names."""
+"""Maximum number of prompts that a message names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Log probabilities that one engine gives the tokens of a prompt.
+    """Log probabilities that one engine assigns to the tokens of a prompt.
 
     Attributes:
-        logprobs: of each token after the first, computed anew by the engine for all of the prompt.
-        last: of the last token alone, by an ordinary request with the tokens before it, for which an engine uses its cache of prefixes.
+        logprobs: log probability of each token after the first, computed by the engine for the whole prompt without its cache.
+        last: log probability of the last token, from an ordinary request with the preceding tokens, for which an engine uses its prefix cache.
     """
 
     logprobs: tuple[float, ...]
@@ -43,26 +43,26 @@ class Answer:
 
 @runtime_checkable
 class AnswersPrompts(Protocol):
-    """Driver of an engine that says which log probabilities it gives."""
+    """Driver of an engine that returns log probabilities."""
 
     def answer(self, tokens: Sequence[int]) -> Mapping[str, Answer]:
-        """Answers of each engine behind the driver, by what errors call it: empty for the only one.
+        """Answers of each engine behind the driver, by its name in errors; the name is empty if there is only one.
 
         Raises:
-            WeighbridgeError: an engine does not answer, or sleeps.
+            WeighbridgeError: an engine does not respond, or sleeps.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class PromptDrift(JsonValue):
-    """Drift of one engine in one prompt.
+    """Drift of one engine on one prompt.
 
     Attributes:
         prompt: its place among the version's golden prompts, from 0.
-        engine: what errors call the engine; empty for the only one.
-        largest: difference of log probabilities, of any token.
-        mean: of the differences of all tokens.
-        cached: difference of the last token, by the request for which the engine uses its cache of prefixes.
+        engine: the engine's name in errors; empty if there is only one.
+        largest: largest difference of log probabilities of any token.
+        mean: mean difference over all tokens.
+        cached: difference for the last token, from the request that uses the prefix cache.
     """
 
     prompt: int
@@ -78,7 +78,7 @@ class PromptDrift(JsonValue):
 
     @property
     def text(self) -> str:
-        """Prompt and drift, for people."""
+        """Prompt and drift in readable form."""
         where = f"prompt {self.prompt}{' of ' + self.engine if self.engine else ''}"
         stale = ", with cached prefixes" if self.cached > self.largest else ""
         return f"{where} ({self.worst:.4g}{stale})"
@@ -86,14 +86,14 @@ class PromptDrift(JsonValue):
 
 @dataclass(frozen=True, slots=True)
 class Drift(JsonValue):
-    """Drift of an engine in the golden prompts of a version.
+    """Drift of an engine on the golden prompts of a version.
 
     Attributes:
         model: ``namespace/name``.
-        version: number of the version that the prompts are of.
+        version: number of the version with the prompts.
         verdict: ``within bound``, ``above bound``, or ``no bound``.
         max_drift: the bound; None if there is none.
-        prompts: of each prompt and engine.
+        prompts: drift for each prompt and engine.
     """
 
     model: str
@@ -120,14 +120,14 @@ class Drift(JsonValue):
 
 
 def drift_of(prompts: GoldenPrompts, answers: Sequence[Mapping[str, Answer]]) -> tuple[PromptDrift, ...]:
-    """Drift in each prompt. Pure.
+    """Drift on each prompt. Pure.
 
     Args:
-        prompts: of the version.
-        answers: of the engines, for each prompt.
+        prompts: prompts of the version.
+        answers: answers of the engines, for each prompt.
 
     Raises:
-        InvalidArgument: an engine has answered for another number of tokens.
+        InvalidArgument: an engine's answer has a different number of tokens.
     """
     return tuple(
         _compared(at, prompt, engine, answer)
@@ -155,18 +155,18 @@ def _apart(found: float, wanted: float) -> float:
 def ask(
     engine: AnswersPrompts, model: str, number: int, prompts: GoldenPrompts, max_drift: float | None = None
 ) -> Drift:
-    """Ask an engine golden prompts, one after the other.
+    """Send golden prompts to an engine, one after the other.
 
     Args:
         engine: its driver.
         model: ``namespace/name``.
-        number: of the version that it is to serve.
-        prompts: of that version.
-        max_drift: bound that counts instead of the version's, as for an engine that quantises the weights.
+        number: number of the version that it should serve.
+        prompts: prompts of that version.
+        max_drift: bound that replaces the version's, for example for an engine that quantises the weights.
 
     Raises:
-        WeighbridgeError: it does not answer.
-        InvalidArgument: ``max_drift`` is no bound.
+        WeighbridgeError: the engine does not respond.
+        InvalidArgument: ``max_drift`` is not a valid bound.
     """
     check_bound(max_drift)
     bound = prompts.max_drift if max_drift is None else max_drift
@@ -182,13 +182,13 @@ def _verdict(found: Iterable[PromptDrift], bound: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Result of asking an engine golden prompts.
+    """Result of sending golden prompts to an engine.
 
     Attributes:
-        verdict: as of `Drift`; ``not answered``; or empty if the version has none.
-        drift: of the engine; None if it has not answered.
-        problem: what is wrong with the engine; empty if nothing is.
-        unanswered: why it has not answered; empty if it has, or was asked nothing.
+        verdict: as in `Drift`; ``not answered``; or empty if the version has no golden prompts.
+        drift: drift of the engine; None if it did not respond.
+        problem: the engine's problem; empty if there is none.
+        unanswered: why it did not respond; empty if it did, or if nothing was sent.
     """
 
     verdict: str = ""
@@ -198,7 +198,7 @@ class Asked:
 
     @property
     def facts(self) -> dict[str, str | float]:
-        """Fields of an engine's report, but for the version."""
+        """Fields of an engine's report, except the version."""
         return {
             "golden": self.verdict,
             "golden_drift": self.drift.largest if self.drift else 0.0,
@@ -211,9 +211,9 @@ class GoldenChecks:
     """Checks that an agent makes with golden prompts when its engine has a version.
 
     Attributes:
-        asks: whether the agent asks golden prompts.
-        max_drift: bound that counts instead of a version's own.
-        approves: whether the agent approves a version that is held as a candidate, and as nothing else, when its engine's drift is within the bound.
+        asks: whether the agent sends golden prompts.
+        max_drift: bound that replaces a version's own.
+        approves: whether the agent approves a version that is held only as a candidate, if its engine's drift is within the bound.
     """
 
     asks: bool = True
@@ -231,13 +231,14 @@ class GoldenChecks:
     def check(
         self, client: Client, engine: object, version: Version, required: Sequence[Trusted] = ()
     ) -> Asked:
-        """Ask an engine the golden prompts of a version, if it has any. Raises nothing; an engine that does not answer approves nothing.
+        """Send the golden prompts of a version to an engine, if the version has any. Does not raise. If the engine does not respond, nothing is
+        approved.
 
         Args:
             client: of the service.
             engine: driver of the engine, which has the version.
-            version: as the service says.
-            required: signers, each of whom must have signed the version; its golden prompts are then those that were signed.
+            version: the version as reported by the service.
+            required: signers who must all have signed the version; its golden prompts are then taken from the signed manifest.
         """
         if not self.asks:
             return Asked()
@@ -259,7 +260,10 @@ class GoldenChecks:
 
 
 def _metadata(client: Client, version: Version, required: Sequence[Trusted]) -> Metadata:
-    """Metadata of a version: what was signed, where that is required. The service keeps it beside the manifest, too, which no signature covers."""
+    """Metadata of a version; the signed metadata if signatures are required.
+
+    The service also stores metadata outside the manifest, which no signature covers.
+    """
     if not required:
         return version.metadata
     manifest = manifest_of(client, version.model, version.number)
@@ -268,7 +272,7 @@ def _metadata(client: Client, version: Version, required: Sequence[Trusted]) -> 
 
 
 def _approve(client: Client, version: Version, drift: Drift) -> None:
-    """Approve a version, if it is held as a candidate alone by now: elements that are not finite may have been found since the ref has named it."""
+    """Approve a version if it is still held only as a candidate: non-finite elements may have been found since the ref named it."""
     note = f"golden prompts: drift {drift.largest:.4g}, bound {drift.max_drift:g}"
     try:
         if client.version(version.model, version.number).held != (HELD_CANDIDATE,):

@@ -1,4 +1,4 @@
-"""News of a ref, with looks at the engine between them: an agent that waits for news sees in time that the engine was started again."""
+"""Moves of a ref, with checks of the engine between them, so that an agent that waits for a move also detects a restart of the engine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 def with_looks(source: Iterator[T], seconds: float) -> Iterator[T | None]:
-    """Values of an iterator, and None whenever it gives nothing for so long. It is not asked for the next value before that is wanted here.
+    """Values of an iterator, and None whenever it yields nothing for the given time. The next value is requested from it only on demand.
 
     Args:
-        source: may wait for ever; each value is taken in a thread of its own, which lasts until the value comes, or the end.
-        seconds: how long.
+        source: may wait forever; each value is fetched in a separate thread, which lasts until the value or the end arrives.
+        seconds: the time.
     """
     while True:
         coming: Future[list[T]] = Future()
@@ -29,7 +29,7 @@ def with_looks(source: Iterator[T], seconds: float) -> Iterator[T | None]:
 
 
 def _take(source: Iterator[T], coming: Future[list[T]]) -> None:
-    """Take the next value, or none at the end."""
+    """Fetch the next value, or none at the end."""
     try:
         coming.set_result(list(itertools.islice(source, 1)))
     except BaseException as error:

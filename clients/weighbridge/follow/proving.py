@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weighbridge import _lazy as lazy
 
 _NAMED = 5
-"""Most parameters of a rank that a text names."""
+"""Maximum number of a rank's parameters that a message names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class Proof(JsonValue):
 
     Attributes:
         model: ``namespace/name``.
-        version: number of the version that it was to serve.
+        version: number of the version that it should serve.
         verdict: ``proved``; ``proved in part`` if parameters could not be compared; ``not proved`` if none could; or ``failed``.
-        ranks: the result of each rank, by what errors call it.
-        untested: ranks whose parameters came by a recording that was never compared with a load by the engine's own loader.
+        ranks: the result of each rank, by the rank's name in errors.
+        untested: ranks whose parameters were placed by a recording that was never compared with a load by the engine's own loader.
     """
 
     model: str
@@ -42,12 +42,12 @@ class Proof(JsonValue):
     untested: tuple[str, ...] = ()
 
     def with_verdict(self, verdict: str) -> Proof:
-        """The same with another verdict."""
+        """This proof with a different verdict."""
         return replace(self, verdict=verdict)
 
     @property
     def wrong_text(self) -> str:
-        """Faults, rank by rank; empty if there are none."""
+        """Mismatches, rank by rank; empty if there are none."""
         wanted = label(self.model, self.version)
         found = []
         for name, rank in self.ranks.items():
@@ -65,20 +65,20 @@ def prove(
     number: int,
     recordings: dict[str, lazy.Recording] | None = None,
 ) -> Proof:
-    """Compare what an engine's ranks compute with with the bytes of a version, which this process pulls itself.
+    """Compare the parameters of an engine's ranks with the bytes of a version, which this process pulls itself.
 
-    A drafter that is a model of its own is compared with the version of it that the rank says it has.
+    A drafter that is a separate model is compared with the drafter's version that the rank reports.
 
     Args:
         client: of the service.
-        ask: returns the evidence of all ranks, for the digests of recordings that need not be sent.
+        ask: returns the evidence of all ranks; its argument is the digests of recordings that need not be sent.
         model: ``namespace/name``.
-        number: of the version.
-        recordings: of ranks, by digest, from proofs before; afterwards those of this one.
+        number: number of the version.
+        recordings: recordings of ranks, by digest, from earlier proofs; updated to those of this proof.
 
     Raises:
-        NotFound: no such version.
-        FailedPrecondition: a rank has no evidence to give.
+        NotFound: the version does not exist.
+        FailedPrecondition: a rank cannot provide evidence.
     """
     from weighbridge import _lazy as lazy
 
@@ -114,33 +114,33 @@ def _recording(name: str, evidence: Evidence, known: Mapping[str, lazy.Recording
 
 
 def prove_by_load(engine: ByLoad, model: str, number: int) -> Proof:
-    """Compare what an engine's ranks compute with with a fresh load of the version by the engine's own loader. The engine stands still meanwhile.
+    """Compare the parameters of an engine's ranks with a fresh load of the version by the engine's own loader. The engine is paused meanwhile.
 
-    Unlike `prove` it uses nothing that was recorded of the loader, and compares what the engine makes of weights, too. What differed is
-    right afterwards.
+    Unlike `prove`, this does not use the recording of the loader, and it also compares tensors that the engine derives from weights. Afterwards the
+    engine has the values of the fresh load.
 
     Args:
         engine: its driver.
         model: ``namespace/name``.
-        number: of the version that it is to serve.
+        number: number of the version that it should serve.
 
     Raises:
-        WeighbridgeError: it cannot be paused, or a rank cannot load the version.
+        WeighbridgeError: the engine cannot be paused, or a rank cannot load the version.
     """
     try:
-        engine.pause()  # one that does not answer in time may have paused
+        engine.pause()  # an engine that does not respond in time may have paused
         ranks = engine.compare_with_load()
     finally:
-        let_go_on(engine, failed=True)  # a load that failed may have left weights of no version
+        let_go_on(engine, failed=True)  # a failed load may have left weights that belong to no version
     return Proof(model, number, _verdict(ranks.values(), label(model, number)), ranks)
 
 
 @runtime_checkable
 class ByLoad(Engine, Protocol):
-    """Driver of an engine that can load a version again by its own loader."""
+    """Driver of an engine that can load a version again with its own loader."""
 
     def compare_with_load(self) -> Mapping[str, RankProof]:
-        """Load the version that all ranks have again; what that has changed on each, by what errors call it."""
+        """Load the version of all ranks again. Returns the changes on each rank, by the rank's name in errors."""
 
 
 def _verdict(ranks: Iterable[RankProof], wanted: str) -> str:

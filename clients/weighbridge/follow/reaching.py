@@ -1,4 +1,4 @@
-"""Watch over whether an engine can be reached, beside the agent: its updates may be hours apart."""
+"""Monitors whether an engine is reachable, independently of updates, which may be hours apart."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from weighbridge.errors import Unavailable
 from weighbridge.follow.answers import abandon
 
 LOOK_SECONDS = 5.0
-"""Between two looks."""
+"""Seconds between two checks."""
 _CONNECT_SECONDS = 2.0
 _GONE_SECONDS = 15.0
-"""For which connections are refused until calls that wait for an answer are ended."""
+"""Seconds of refused connections after which pending calls are ended."""
 
 
 class ReachWatch:
-    """Looks every few seconds whether an engine's port takes connections. It logs at level WARNING when it has not for a while, since when, again
-    every ten seconds, and that it does again. An engine that is busy or paused takes connections: it is not asked for anything.
+    """Checks every few seconds whether an engine's port accepts connections. If it has not for a while, logs this at level WARNING with the start
+    time, repeats it every ten seconds, and logs the recovery. A busy or paused engine still accepts connections; no request is sent to it.
 
-    Calls that wait for an answer of an engine that refuses connections are ended after a while: a server that shuts down waits for them. Where
-    connections are not refused, but take too long, as at a server that has more to do than it can, or a name is not known, calls go on.
+    If an engine refuses connections, pending calls to it are ended after a while, because a server that shuts down waits for them. Calls continue if
+    connections time out instead, as with an overloaded server, or if a name cannot be resolved.
 
     Args:
         url: the engine's address.
-        every: seconds between two looks.
+        every: seconds between two checks.
         gone: seconds of refused connections after which calls are ended.
     """
 
@@ -42,7 +42,7 @@ class ReachWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         self._ended.set()
         self._thread.join(_CONNECT_SECONDS)
 
@@ -61,12 +61,14 @@ class ReachWatch:
 
 
 def unreachable(url: str) -> str:
-    """Reason why nothing takes connections at the host and port of an address; empty if something does, or if only a proxy reaches it."""
+    """Reason why nothing accepts connections at the host and port of an address; empty if something does, or if the address is reachable only through
+    a proxy.
+    """
     return _reason(_problems(url))
 
 
 def _problems(url: str) -> list[Exception]:
-    """Reasons why nothing takes connections, one for each address that the host's name stands for."""
+    """Reasons why nothing accepts connections, one for each address of the host's name."""
     try:
         if passes_proxy(url):
             return []
@@ -81,7 +83,7 @@ def _problems(url: str) -> list[Exception]:
 
 
 def _is_refused(problems: list[Exception]) -> bool:
-    """Whether the host says that nothing listens there. Other addresses of its name may not be in use, as ``::1`` in containers."""
+    """Whether the host refuses connections because nothing listens there. Other addresses of its name may not be in use, as ``::1`` in containers."""
     return any(isinstance(each, ConnectionRefusedError) for each in problems) and not any(
         isinstance(each, TimeoutError) for each in problems
     )

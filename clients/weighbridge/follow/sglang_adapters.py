@@ -1,7 +1,7 @@
-"""Adapters in a running SGLang server: each is called by its version, and computes on the base version that it names or is not there.
+"""Adapters in a running SGLang server. Each is named by its version, and is loaded only on the base version that it names.
 
-SGLang reads ``r``, ``lora_alpha`` and ``target_modules`` of a config and ignores the rest, so what it would leave out is refused here, before
-anything is loaded.
+SGLang reads ``r``, ``lora_alpha`` and ``target_modules`` of a config and ignores the rest. So adapters with settings that it would ignore are refused
+here, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from weighbridge._clients.engine import EngineClient
 
 TENSORS, FILES = "tensors", "files"
-"""Ways of an adapter to the engine: in the request, or through a folder that both sides see."""
+"""Ways to transfer an adapter to the engine: in the request, or through a folder that both sides can access."""
 _FROM_TENSORS, _FROM_FOLDER, _UNLOAD = (
     "/load_lora_adapter_from_tensors",
     "/load_lora_adapter",
@@ -49,17 +49,17 @@ _LEFT_OUT: Mapping[str, str] = {
     "arrow_config": "it does not route between adapters",
     "alora_invocation_tokens": "it computes with the adapter from the first token on",
 }
-"""Entries of a config that change what an adapter computes, and that SGLang ignores."""
+"""Config entries that change an adapter's computation and that SGLang ignores."""
 _SERVED = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B")
 _FIX = "push the merged model under a name of its own (docs/recipes/lora.md), or serve this adapter by vLLM or peft"
 
 
 class Server(Protocol):
-    """A running SGLang server, as `weighbridge.follow.sglang.SglangServer` is one.
+    """A running SGLang server, such as `weighbridge.follow.sglang.SglangServer`.
 
     Attributes:
-        url: of its HTTP API.
-        model: ``namespace/name`` of what it serves.
+        url: URL of its HTTP API.
+        model: ``namespace/name`` of the served model.
         api: its HTTP API.
     """
 
@@ -75,10 +75,10 @@ class Server(Protocol):
 def unserved(
     config: Mapping[str, Any], tensors: Collection[str], base: Collection[str], engine: Mapping[str, Any]
 ) -> Iterator[str]:
-    """The reasons for which an SGLang server cannot serve an adapter; none if it can.
+    """The reasons why an SGLang server cannot serve an adapter; empty if it can.
 
     Args:
-        config: the adapter's.
+        config: the adapter's config.
         tensors: names of its tensors.
         base: names of the tensors of its base.
         engine: the server's settings, as ``/server_info`` reports them.
@@ -108,7 +108,7 @@ def unserved(
 
 
 def _cut_layers(tensors: Iterable[str], base: Iterable[str]) -> Iterator[str]:
-    """Layers that SGLang merges into one, and that the adapter changes in part: SGLang fails on that part or drops it."""
+    """Layers that SGLang merges into one and that the adapter changes only in part: SGLang fails on that part or drops it."""
     projections: defaultdict[str, set[str]] = defaultdict(set)
     for name in tensors:
         module, found, _ = name.partition(".lora_")
@@ -172,12 +172,12 @@ def load(
 
 
 def unload(server: Server, name: str) -> None:
-    """Unload an adapter, once requests under way with it have ended."""
+    """Unload an adapter once running requests that use it have ended."""
     _told(server, _UNLOAD, {"lora_name": name})
 
 
 def loaded(server: Server) -> tuple[str, ...]:
-    """The adapters that a server has, by the names that requests call them."""
+    """The adapters that a server has, by their names in requests."""
     path = "/v1/models"
     said = server.api.call(path)
     with understood(server.url + path):
@@ -185,7 +185,7 @@ def loaded(server: Server) -> tuple[str, ...]:
 
 
 def check_serves(server: Server, name: str, base: BaseVersion) -> None:
-    """Refuse an adapter that is on another version than all ranks of the engine say they serve. Raises FailedPrecondition, which names both."""
+    """Refuse an adapter unless all ranks of the engine report its base version. Raises FailedPrecondition, which names both versions."""
     if base.model != server.model:
         raise FailedPrecondition(
             f"{name} is on {base}, and this engine serves versions of {server.model}",
@@ -206,7 +206,7 @@ def check_serves(server: Server, name: str, base: BaseVersion) -> None:
 
 
 def _engine(server: Server) -> Mapping[str, Any]:
-    """Settings of a server, from ``/server_info``. Raises FailedPrecondition if it takes no adapters."""
+    """Settings of a server, from ``/server_info``. Raises FailedPrecondition if it does not accept adapters."""
     path = "/server_info"
     info = server.api.call(path)
     with understood(server.url + path):
@@ -234,7 +234,7 @@ def _told(server: Server, path: str, request: Mapping[str, Any]) -> None:
 
 
 def _payload(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Tensors as SGLang takes them: pickled, of nothing but types that it lets through."""
+    """Tensors in SGLang's format: pickled, with only the types that it accepts."""
     import pickle
 
     return base64.b64encode(pickle.dumps({name: tensor.clone() for name, tensor in tensors.items()})).decode()

@@ -1,6 +1,4 @@
-"""File with the status of an engine, for probes and people on its machine: there from the agent's start, whether the service can be
-reached or not.
-"""
+"""File with the status of an engine, for probes and people on its machine. It exists from the agent's start, even if the service is unreachable."""
 
 from __future__ import annotations
 
@@ -16,13 +14,13 @@ log = logging.getLogger(__name__)
 
 
 def status_file(path: Path) -> Callable[[AgentStatus], None]:
-    """Make a function that writes each status to a file, as JSON by the names of its fields. A reader always finds one whole status.
+    """Create a function that writes each status to a file as a JSON object. A reader always finds one complete status.
 
     Args:
-        path: of the file; another one beside it is written first.
+        path: path of the file; a temporary file next to it is written first.
 
     Raises:
-        OSError: this call cannot write the file. Later failures are logged, and the next status is tried again.
+        OSError: this call cannot write the file. Later failures are logged, and the next status is written again.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text("")

@@ -1,4 +1,4 @@
-"""Update of running engines to one version: all prepare it while they serve, none is paused before the last one has it, and all go on afterwards."""
+"""Update of running engines to one version: all prepare it while they serve, none is paused before the last one has it, and all resume afterwards."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Updated:
 
     Attributes:
         nbytes: bytes that all of their ranks have fetched.
-        prepare_seconds: until the last engine had them, while all served.
-        pause_seconds: from asking the engines to pause until all went on.
-        parts: of both, as of `step_parts.OF_AGENT`.
+        prepare_seconds: time until the last engine had them, while all served.
+        pause_seconds: time from the request to pause until all resumed.
+        parts: parts of both, as in `step_parts.OF_AGENT`.
     """
 
     nbytes: int
@@ -42,13 +42,13 @@ class Updated:
 
 
 class Laps:
-    """Parts of an update as they pass, by a monotonic clock. Each part begins where the previous one has ended.
+    """Measures the parts of an update with a monotonic clock. Each part begins when the previous one ends.
 
     Args:
-        span: of the update: each of `part` is a span in it.
+        span: span of the update; each `part` is a child span.
 
     Attributes:
-        parts: those that have ended, in seconds.
+        parts: durations of ended parts, in seconds.
     """
 
     def __init__(self, span: Span = INVALID_SPAN) -> None:
@@ -74,8 +74,8 @@ class Laps:
         """End ``stage`` and ``agree``.
 
         Args:
-            staged_seconds: how long the ranks took until the last one had the version, as they say themselves.
-            early_seconds: how much of that had passed when this part began. The engine has waited less by that.
+            staged_seconds: time until the last rank had the version, as reported by the ranks.
+            early_seconds: how much of that had passed when this part began. The engine's wait was shorter by this amount.
         """
         self.end("stage")
         took_s = self.parts["stage"]
@@ -89,7 +89,7 @@ class Laps:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part that lasts until the block ends, however it ends."""
+        """A part that ends with the block, also on failure."""
         try:
             with spans.child(self._span, f"weighbridge.{name}"):
                 yield
@@ -98,16 +98,16 @@ class Laps:
 
 
 def update(engines: Mapping[str, Engine], number: int, label: str) -> Updated:
-    """Take engines to a version.
+    """Update engines to a version.
 
     Args:
-        engines: by what errors call them.
-        number: of the version; it has to be ready.
-        label: label of the version that the engines give their clients from then on.
+        engines: engines by their names in errors.
+        number: number of the version, which must be ready.
+        label: version label that the engines report to their clients from then on.
 
     Raises:
-        EngineFailed: one could not prepare the version, and none was paused; or one did not take it. That one keeps the version that it had, and
-            goes on unless its weights are of no version.
+        EngineFailed: an engine could not prepare the version, and none was paused; or an engine did not apply it. That engine keeps its previous
+            version, and resumes unless its weights belong to no version.
     """
     drivers = list(engines.values())
 
@@ -134,26 +134,27 @@ def update(engines: Mapping[str, Engine], number: int, label: str) -> Updated:
 
 
 def pause_seconds(parts: Parts) -> float:
-    """From asking engines to pause until they went on."""
+    """Time from the request to pause until the engines resumed."""
     return sum(parts.get(each.name, 0.0) for each in OF_AGENT if each.still)
 
 
 def apply_prepared(engines: Sequence[Engine], number: int, label: str, laps: Laps | None = None) -> list[str]:
-    """Pause engines, bring what they have prepared to their parameters, and let them go on, whatever happens.
+    """Pause engines, apply their prepared versions, and always resume them.
 
-    If one cannot be paused, none gets the version. One that says that its parameters are of no version, or does not answer any more, stays paused.
+    If one cannot be paused, none applies the version. An engine stays paused if it reports that its parameters belong to no version, or if it no
+    longer responds.
 
     Args:
-        engines: that have prepared the version. One alone is asked in the calling thread, so that signals interrupt it.
-        number: of the version.
-        label: label of the version that they give their clients from then on.
-        laps: measures the parts; ``apply`` is missing if they were not asked to.
+        engines: engines that have prepared the version. A single engine is called in the calling thread, so that signals interrupt it.
+        number: number of the version.
+        label: version label that they report to their clients from then on.
+        laps: measures the parts; ``apply`` is missing if it was not requested.
 
     Returns:
-        What went wrong, for each of them; empty if nothing did.
+        The failure of each engine; empty on success.
     """
     laps = laps or Laps()
-    problems = ["interrupted"] * len(engines)  # until a step has ended: its half may be done
+    problems = ["interrupted"] * len(engines)  # until a step has ended: it may be half done
     try:
         with laps.part("pause"):
             ended = _problems(_all(engine.pause for engine in engines))
@@ -174,7 +175,7 @@ def apply_prepared(engines: Sequence[Engine], number: int, label: str, laps: Lap
 
 
 def quietly(ask: Callable[[], T]) -> T | None:
-    """Answer of a call; None if it raises `WeighbridgeError`."""
+    """Result of a call; None if it raises `WeighbridgeError`."""
     try:
         return ask()
     except WeighbridgeError as error:
@@ -183,7 +184,7 @@ def quietly(ask: Callable[[], T]) -> T | None:
 
 
 def let_go_on(engine: Engine, *, failed: bool) -> None:
-    """Resume, unless weights may be mixed."""
+    """Resume the engine, unless its weights may be mixed."""
     if failed:
         serving: Serving | None = None
         for again in (True, True, False):
@@ -202,9 +203,9 @@ def let_go_on(engine: Engine, *, failed: bool) -> None:
 
 
 def _all(steps: Iterable[Callable[[], T]]) -> list[tuple[T | None, WeighbridgeError | None]]:
-    """Take steps, each of another engine, at once; one alone is taken in the calling thread."""
+    """Run steps of different engines concurrently; a single step runs in the calling thread."""
     waiting = list(steps)
-    if len(waiting) <= 1:  # a signal has to interrupt it
+    if len(waiting) <= 1:  # a signal must be able to interrupt it
         return list(map(attempt, waiting))
     with ThreadPoolExecutor(len(waiting)) as pool:
         return list(pool.map(attempt, waiting))

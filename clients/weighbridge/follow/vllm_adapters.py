@@ -1,4 +1,6 @@
-"""Adapters in a running vLLM whose API servers have the middleware of `weighbridge.integrations.vllm_adapters`: they load one before a request names it."""
+"""Adapters in a running vLLM whose API servers have the middleware of `weighbridge.integrations.vllm_adapters`: preloads adapters before a request
+names them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from weighbridge.follow.adapters import LoadedAdapter
 from weighbridge.follow.answers import EngineApi, understood
 
 ROUTE = "/v1/weighbridge/adapters"
-"""Below what vLLM guards by its API key."""
+"""Path below a prefix that vLLM protects by its API key."""
 _FIX = (
     "start it with --enable-lora --middleware weighbridge.integrations.vllm_adapters.middleware.Adapters, and WEIGHBRIDGE_ADAPTERS in its environment: "
     "docs/adapters.md"
@@ -18,14 +20,14 @@ _FIX = (
 
 
 def load(api: EngineApi, name: str) -> LoadedAdapter:
-    """Have all engines behind a server load a version of an adapter; see `VllmServer.load_adapter`."""
+    """Make all engines behind a server load a version of an adapter; see `VllmServer.load_adapter`."""
     said = _call(api, {"model": name})
     with understood(api.url + ROUTE):
         return LoadedAdapter(str(said["name"]), str(said["base"]), int(said["nbytes"]), str(said["way"]))
 
 
 def unload(api: EngineApi, name: str) -> None:
-    """Have all engines behind a server unload one. A request that names it has them load it again."""
+    """Make all engines behind a server unload an adapter. If a request names it, they load it again."""
     _call(api, {"model": name, "unload": True})
 
 

@@ -1,6 +1,6 @@
-"""Order for a version: the service, the model and the version that a request or a model path names.
+"""Reference to a version: the service, the model and the version that a request or a model path names.
 
-Pure text: neither SGLang nor torch is needed to write it.
+It is a string, so that creating it requires neither SGLang nor torch.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from weighbridge.errors import InvalidArgument
 
 SCHEME = "weighbridge"
 LOAD_FORMAT = "weighbridge.integrations.sglang.load"
-"""The ``load_format`` of a request to ``/update_weights_from_tensor`` that brings a version."""
+"""The ``load_format`` of a request to ``/update_weights_from_tensor`` that loads a version."""
 ACTION = "weighbridge."
-"""Beginning of the ``action`` of requests to ``/weights_checker`` that are about versions."""
+"""Prefix of the ``action`` of requests to ``/weights_checker`` about versions."""
 PREPARE, DISCARD, STATUS = ACTION + "prepare", ACTION + "discard", ACTION + "status"
-"""Actions; behind the first one and a blank comes a `Wanted` as JSON."""
+"""Actions. The first one is followed by a space and a `Wanted` as JSON."""
 EVIDENCE, COMPARE = ACTION + "evidence", ACTION + "compare_with_load"
-"""Actions of proofs; behind the first one and blanks come digests of recordings that the caller has, with commas between them or none, and a `Wanted`."""
+"""Actions of proofs.
+
+The first one is followed by the digests of the caller's recordings, separated by commas (may be empty), and a `Wanted`, each after a space.
+"""
 REPORTED = "reported"
-"""Follows the last one and a blank: the caller reports to the service what the engine serves."""
+"""Follows the last action after a space: the caller reports the served version to the service."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,12 @@ class Wanted:
     """A version.
 
     Attributes:
-        server: ``host:port`` of the service's gRPC face.
+        server: ``host:port`` of the service's gRPC endpoint.
         model: ``namespace/name``.
         version: a number or a ref.
-        lane: how weights travel, as for `weighbridge.Client`; None leaves it to each rank's environment.
-        retry_seconds: how long to keep trying when the service cannot be reached.
-        stale_drafter: policy for a version that leaves the drafter of speculative decoding behind: ``refuse``, as None does, or ``allow`` it.
+        lane: how weights travel, as for `weighbridge.Client`; None uses each rank's environment.
+        retry_seconds: how long to retry while the service is unreachable.
+        stale_drafter: policy for a version that leaves the drafter of speculative decoding behind: ``refuse`` (also None) or ``allow``.
     """
 
     server: str
@@ -57,10 +60,10 @@ class Wanted:
 
     @staticmethod
     def from_url(url: str) -> Wanted:
-        """Read ``weighbridge://HOST:PORT/NAMESPACE/NAME`` with ``@VERSION`` behind it, or without for ``latest``.
+        """Read ``weighbridge://HOST:PORT/NAMESPACE/NAME`` with the suffix ``@VERSION``, or without it for ``latest``.
 
         Raises:
-            InvalidArgument: it names no version.
+            InvalidArgument: the URL names no version.
         """
         server, _, rest = url.removeprefix(f"{SCHEME}://").partition("/")
         model, at, version = rest.strip("/").partition("@")
@@ -68,10 +71,10 @@ class Wanted:
 
     @staticmethod
     def from_json(text: str) -> Wanted:
-        """Read what `to_json` has written.
+        """Parse the result of `to_json`.
 
         Raises:
-            InvalidArgument: the text is something else.
+            InvalidArgument: the string has a different form.
         """
         try:
             found: Any = json.loads(text)
@@ -83,7 +86,7 @@ class Wanted:
             ) from error
 
     def to_json(self) -> str:
-        """As a text that `from_json` reads."""
+        """A string that `from_json` parses."""
         return json.dumps({key: value for key, value in asdict(self).items() if value is not None})
 
     def __str__(self) -> str:
