@@ -1,4 +1,4 @@
-"""Agent of an engine: takes it to another version when a ref moves, and keeps it where it is when that fails."""
+"""Agent of an engine: updates the engine when a ref moves. If an update fails, the engine keeps its version."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from weighbridge.follow.updates import Laps, apply_prepared, pause_seconds, quie
 log = logging.getLogger(__name__)
 
 SIGNED_SECONDS = 5.0
-"""Pause between two checks whether a refused version is signed by now."""
+"""Pause between two checks whether a refused version has been signed."""
 LOOK_SECONDS = 15.0
-"""Pause between two looks at what the engine serves, while the ref does not move."""
+"""Pause between two checks of the served version while the ref does not move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +57,20 @@ class Followed(JsonValue):
 
     Attributes:
         model: ``namespace/name``.
-        version: to which the engine was to be taken.
-        serves: what it says it serves now; None if it serves no version, or could not be asked.
+        version: target version of the engine.
+        serves: version that it reports now; None if it serves no version, or did not respond.
         nbytes: bytes that its ranks have fetched.
-        prepare_seconds: while it served.
-        pause_seconds: from asking it to pause until it went on; waiting for requests under way is a part of it.
-        error: why it failed; empty if it did not.
-        behind: how many versions there are behind the one that it serves, up to the one that the ref names, if the service has said so.
-        waits: whether the engine sleeps, and its wake-up will bring the version.
-        parts: of an update that succeeded, in seconds, by the names of `step_parts.OF_AGENT`.
-        proof: ``proved``, ``proved in part``, ``failed``, or ``not proved`` if one was due and could not be made; empty if none was due.
+        prepare_seconds: duration of the preparation, while it served.
+        pause_seconds: time from the request to pause until it resumed, including the wait for running requests.
+        error: why the update failed; empty on success.
+        behind: number of versions from the served one up to the one that the ref names, if the service reported it.
+        waits: whether the engine sleeps and its wake-up will apply the version.
+        parts: parts of a successful update in seconds, by the names of `step_parts.OF_AGENT`.
+        proof: ``proved``, ``proved in part``, ``failed``, or ``not proved`` if a due proof could not be made; empty if none was due.
         golden: ``within bound``, ``above bound``, ``no bound`` or ``not answered``; empty if the version has no golden prompts, or they were not due.
-        drift: largest difference of log probabilities in golden prompts; None if there is none.
-        drafter: the drafter's version, if that is a model of its own which the engine has from the service, as ``acme/smol-eagle@5``; empty without.
-        stale: weights of the engine that are not of the version that it serves, as a drafter's; empty if there are none.
+        drift: largest difference of log probabilities on golden prompts; None if there is none.
+        drafter: the drafter's version, such as ``acme/smol-eagle@5``, if the drafter is a separate model from the service; otherwise empty.
+        stale: weights of the engine that do not belong to the served version, such as a drafter's; empty if there are none.
     """
 
     model: str
@@ -91,32 +91,32 @@ class Followed(JsonValue):
 
 
 class Follower:
-    """Takes one engine along with one ref.
+    """Keeps one engine on the version that a ref names.
 
     Args:
         client: of the service.
         model: ``namespace/name``.
         engine: the engine.
         ref: which ref to follow.
-        force: whether the engine may be serving another model.
-        retry_seconds: pause before a version is tried again, twice as long each time.
-        required: signers, each of whom must have signed a version before anything of it is fetched. A version that is not signed is
-            refused, and taken once it is signed, as long as the ref names it.
-        signed_seconds: pause between two looks whether it is.
-        look_seconds: pause between two looks whether the engine still serves what it was taken to. One that was started again with another
-            version, or has a new engine behind it, is taken there again.
-        reporter: receives the engine's state; None to report it to no service.
-        prove_every: prove at the start and after so many updates that the engine computes with the version's bytes; 0 never does. A version
-            that fails its proof counts as one that the engine has not taken: it is brought again. See `DueProofs`.
-        golden: checks with the golden prompts of a version, at the start and after each update. Drift above the bound counts as a proof that fails.
-        draft: model and ref of the engine's drafter, if that is a model of its own. The engine is to have the versions that both refs name: when
-            either moves, both are prepared, and taken in one pause or not at all.
-        leaves_draft: whether the engine takes a version also if that of the drafter cannot be taken, and keeps the drafter that it has.
-        ask_token: ask the engine for one token after each update, and measure until it has answered: the part ``answer`` of a step.
+        force: whether the engine may currently serve a different model.
+        retry_seconds: pause before a version is retried, doubled each time.
+        required: signers who must all have signed a version before any of it is fetched. An unsigned version is refused, and applied once it is
+            signed, if the ref still names it.
+        signed_seconds: pause between two checks of the signatures.
+        look_seconds: pause between two checks whether the engine still serves the version. An engine that was restarted with another version, or a
+            server with a new engine, is updated again.
+        reporter: receives the engine's state; None for no reports.
+        prove_every: prove at the start and after this many updates that the engine computes with the version's bytes; 0 for never. If a version fails
+            its proof, it counts as not applied, and is applied again. See `DueProofs`.
+        golden: checks with the golden prompts of a version, at the start and after each update. Drift above the bound counts as a failed proof.
+        draft: model and ref of the engine's drafter, if it is a separate model. The engine should have the versions that both refs name: when either
+            moves, both are prepared, and applied in one pause or not at all.
+        leaves_draft: whether the engine applies a version even if the drafter's version cannot be applied; the drafter then stays unchanged.
+        ask_token: request one token from the engine after each update, and measure the time until its response: the part ``answer`` of a step.
 
     Raises:
-        InvalidArgument: it is to be proved, and its driver gives no evidence (`GivesEvidence`); it has a drafter, and its driver takes none
-            (`TakesDrafter`); or it is to be asked for a token, and its driver asks for none (`AnswersToken`).
+        InvalidArgument: an option requires a capability that the engine's driver lacks: proofs require `GivesEvidence`, a drafter `TakesDrafter`, and
+            a token request `AnswersToken`.
 
     Examples:
         >>> follower = Follower(engine, "acme/smol", driver, "latest")
@@ -170,14 +170,13 @@ class Follower:
         self._news: Version | None = None
 
     def run(self) -> Iterator[Followed]:
-        """Follow for ever. Gives the version that the engine has at the start, if that is the ref's, and then each update or failure. A
-        version that the engine has although it is not signed as required stays, and is reported. An engine that was started again is
-        taken to the version again.
+        """Follow forever. Yields the version that the engine has at the start, if it is the ref's, and then each update or failure. If the engine
+        already has a version without the required signatures, the version stays and is reported. A restarted engine is updated again.
 
         Raises:
-            NotFound: the model was deleted. One that is not registered yet is waited for.
-            FailedPrecondition: the engine says that it serves another model.
-            WeighbridgeError: the engine cannot be reached, or takes no updates.
+            NotFound: the model was deleted. If it is not registered yet, the agent waits for it.
+            FailedPrecondition: the engine reports that it serves a different model.
+            WeighbridgeError: the engine is unreachable, or does not accept updates.
         """
         self._begin()
         self._engine.connect()
@@ -195,7 +194,7 @@ class Follower:
             elif news is not None:
                 newest = news[1]
             if self._draft_ref is not None and not (self._draft or self._leaves_draft):
-                continue  # neither version is taken without the other
+                continue  # neither version is applied without the other
             if newest is not None and (news is not None or self._has_started_again()):
                 yield from self._take_news(newest)
             elif newest is not None:
@@ -204,17 +203,17 @@ class Follower:
                 for done in self._prove_what_is_owed():
                     yield done
                     if done.error and (yield from self._wait_signed(newest.number)):
-                        yield from self._insist(newest)  # which may be another one than what was proved
+                        yield from self._insist(newest)  # it may differ from the proved version
 
     def _watched(self) -> list[tuple[str, str]]:
-        """The refs; and what is being received, if that will be its version as soon as it is ready, and the engine can begin with it."""
+        """The refs; and the version that is being received, if the ref will name it once it is ready and the engine can begin to fetch it."""
         if self._draft_ref is not None:  # two versions are not staged while they arrive
             return [self._draft_ref, (self._model, self._ref)]
         early = isinstance(self._engine, PreparesEarly) and self._ref == REF_LIVE and not self._required
         return [(self._model, self._ref), *([(self._model, RECEIVING)] if early else [])]
 
     def _prepare_early(self, number: int) -> None:
-        """Let the engine bring a version as it arrives. Where it cannot, it brings the version when that is ready."""
+        """Make the engine fetch a version as it arrives. An engine that cannot do this fetches it when it is ready."""
         if isinstance(self._engine, PreparesEarly):
             quietly(partial(self._engine.prepare_early, number))
 
@@ -222,11 +221,11 @@ class Follower:
         number = version.number
         self._heard_s, self._news = time.monotonic(), version
         if self._engine_has(number):
-            # an agent before this one may have ended while the engine was paused
+            # an earlier agent may have ended while the engine was paused
             self._engine.label(label(self._model, number, self._drafter))
             self._engine.resume()
             problem = self._unsigned(number)
-            # of a version that is not signed as required nothing is fetched, not to compare it either
+            # nothing is fetched of a version without the required signatures, not even for a comparison
             proved = Proved() if problem else self._proofs.after_update(number)
             if proved.problem:
                 yield from self._insist(version)
@@ -249,11 +248,13 @@ class Follower:
             yield from self._insist(version)
 
     def _has_started_again(self) -> bool:
-        """Look at the engine: whether ranks of it were started since the last one, and take updates. A version that this agent has not brought is
-        reported."""
+        """Check whether ranks of the engine were started since the last check, and accept updates.
+
+        A version that this agent did not apply is reported.
+        """
         before = self._seen
         serving = quietly(self._serving)
-        if before is None or serving is None:  # it is starting, or away
+        if before is None or serving is None:  # it is starting, or unreachable
             return False
         if before.waiting is not None and serving.version == before.waiting:
             self._say(state=ENGINE_SERVING, version=serving.version, target=0, error=serving.stale)
@@ -268,7 +269,7 @@ class Follower:
             )
             self._say(state=ENGINE_FAILING, version=serving.version or 0, target=0, error=problem)
         if serving.instances == before.instances:
-            # a wake-up has not brought the version that it was to bring, or has lost even the one that the engine had
+            # a wake-up failed to apply the waiting version, or even lost the engine's previous one
             missed = before.waiting is not None and before.waiting not in (serving.waiting, serving.version)
             return missed or bool(serving.broken and not before.broken)
         self._proofs.expect_start()
@@ -281,12 +282,15 @@ class Follower:
         return True
 
     def _serving(self) -> Serving:
-        """Answer of the engine about what it serves, which is kept."""
+        """State that the engine reports; it is stored."""
         self._seen = self._engine.serving()
         return self._seen
 
     def _wait_signed(self, number: int) -> Generator[Followed, None, bool]:
-        """Wait until a version is signed as required. Returns whether it is; if not, the ref names another version. Gives each reason to wait once."""
+        """Wait until a version has the required signatures.
+
+        Returns whether it has; if not, the ref names another version. Yields each reason to wait once.
+        """
         said = ""
         while problem := self._unsigned(number):
             if problem != said:
@@ -307,7 +311,7 @@ class Follower:
         return now is not None and label(self._draft_ref[0], now) != self._draft
 
     def _unsigned(self, number: int) -> str:
-        """Reason why a version, or that of the drafter, does not count as signed; empty if both do, or need not be."""
+        """Reason why a version, or the drafter's version, does not count as signed; empty if both are signed or need no signature."""
         if not self._required:
             return ""
         wanted = [(self._model, number)]
@@ -333,8 +337,8 @@ class Follower:
         return ""
 
     def _begin(self) -> None:
-        """Refuse an engine of another model: its clients would get answers by the other model's weights, or no weights would fit. An
-        engine of this model receives the label of its version at once, whether the service can be reached or not.
+        """Refuse an engine of another model: its clients would get responses from this model's weights, or the weights would not fit. An engine of
+        this model receives the label of its version immediately, even if the service is unreachable.
         """
         serving = quietly(self._serving)
         if serving is None:
@@ -350,8 +354,10 @@ class Follower:
             )
 
     def _insist(self, version: Version) -> Iterator[Followed]:
-        """Try a version until the engine has it, it is no longer the one to have, or it has failed too often. An engine that does not answer is
-        waited for: it gets the version when it is back."""
+        """Try a version until the engine has it, the ref no longer names it, or it has failed too often.
+
+        If the engine does not respond, wait for it; it gets the version when it is reachable again.
+        """
         number = version.number
         while True:
             for _ in attempts(self._client, self._model, self._ref, number, self._retry_seconds):
@@ -363,7 +369,7 @@ class Follower:
                 return
 
     def _wait_reached(self, number: int) -> bool:
-        """Wait for an engine that does not answer, as long as the ref names this version. Returns whether it answers."""
+        """Wait for an engine that does not respond, as long as the ref names this version. Returns whether it responds."""
         while True:
             time.sleep(self._retry_seconds)
             if named(self._client, self._model, self._ref) not in (number, None):
@@ -372,11 +378,11 @@ class Follower:
                 return True
 
     def take_to(self, number: int, traceparent: str = "") -> Followed:
-        """Take the engine to a version. It keeps the one that it has, or gets it back, if that fails.
+        """Update the engine to a version. If that fails, the engine keeps its version or returns to it.
 
         Args:
-            number: of the version.
-            traceparent: of its push, whose trace the update continues: the push has led to it, however much later.
+            number: number of the version.
+            traceparent: traceparent of its push. The update continues the trace of the push that caused it.
         """
         prepared, problem = Prepared(0, 0.0), ""
         said: dict[str, str | int] = {"weighbridge.model": self._model, "weighbridge.version": number}
@@ -435,8 +441,10 @@ class Follower:
         return done
 
     def _measure_token(self, number: int, laps: Laps) -> None:
-        """Measure until the engine has answered a token by a version that it has, if it is to be asked for one. An engine that does not answer has taken the
-        version anyway."""
+        """Measure the time until the engine responds with a token from the new version, if this is enabled.
+
+        An engine that does not respond has applied the version nevertheless.
+        """
         if not (self._ask_token and isinstance(self._engine, AnswersToken)):
             return
         try:
@@ -447,7 +455,7 @@ class Follower:
             laps.end("answer")
 
     def _prepare(self, number: int) -> Prepared:
-        """Have a version prepared, and with it the drafter's, or without that one if it cannot be and may be left behind."""
+        """Prepare a version together with the drafter's version, or without it if that fails and the drafter may be left behind."""
         self._draft_problem = ""
         if self._draft_ref is None or not isinstance(self._engine, TakesDrafter):
             return self._engine.prepare(number)
@@ -462,8 +470,10 @@ class Follower:
         return self._engine.prepare(number)
 
     def _ask_golden(self, number: int) -> Asked:
-        """Ask the engine the golden prompts of a version that it has, if the ref has named it. One that does not answer is asked again with the next
-        looks."""
+        """Send the golden prompts of the engine's version to the engine, if the ref has named that version.
+
+        If the engine does not respond, the next checks retry.
+        """
         if self._news is None or self._news.number != number:
             return Asked()
         asked = self._golden.check(self._client, self._engine, self._news, self._required)
@@ -477,7 +487,7 @@ class Follower:
         return asked
 
     def _ask_again(self, version: Version) -> Iterator[Followed]:
-        """Ask golden prompts that were due when the engine did not answer, or slept."""
+        """Send golden prompts that were due when the engine did not respond or slept."""
         number = version.number
         if not self._engine_has(number):
             return
@@ -488,7 +498,7 @@ class Follower:
             yield Followed(self._model, number, number, drafter=self._drafter, **_golden_of(asked))
 
     def _prove_what_is_owed(self) -> Iterator[Followed]:
-        """Make a proof that was due and could not be made, if the engine still has that version. Gives its result, if it is made now."""
+        """Make a postponed proof, if the engine still has that version. Yields its result if it is made now."""
         number, seen = self._proofs.owed, self._seen
         if number is None or seen is None or seen.version != number or seen.waiting is not None:
             return
@@ -502,7 +512,10 @@ class Follower:
         )
 
     def _say_done(self, done: Followed, ended_s: float) -> None:
-        """Report an update, or an attempt at one, whose last part has ended at a moment of the monotonic clock: proofs and golden prompts come after it."""
+        """Report an update or an attempted update.
+
+        The time on the monotonic clock is the end of its last part; proofs and golden prompts follow later.
+        """
         if done.error:
             self._say(state=ENGINE_FAILING, version=done.serves or 0, target=0, error=done.error)
             return
@@ -525,13 +538,13 @@ class Follower:
 
     @property
     def _stale(self) -> str:
-        """Weights of the engine that are not of the version that it serves, as it has said last; and why its drafter was left behind."""
+        """Weights that do not belong to the served version, according to the engine's last report, and why its drafter was left behind."""
         said = "" if self._seen is None else self._seen.stale
         return "; ".join(filter(None, (said, self._draft_problem)))
 
     @property
     def _drafter(self) -> str:
-        """Version of the engine's drafter, as the engine has said last; empty without."""
+        """Version of the engine's drafter, according to the engine's last report; empty if there is none."""
         return "" if self._seen is None else self._seen.draft
 
     @property
@@ -557,18 +570,18 @@ class Follower:
 
 
 def _has_got_it_again(before: Serving, now: Serving) -> bool:
-    """Test whether the engine has received the version that it had again, and not from an agent: a wake-up brings what sleep has discarded."""
+    """Test whether the engine received its version again, not from an agent: a wake-up restores weights that sleep discarded."""
     same = now.version == before.version and now.instances == before.instances
     return same and now.brought != before.brought
 
 
 def _golden_of(asked: Asked) -> dict[str, Any]:
-    """Fields of `Followed`."""
+    """Golden prompt results as fields of `Followed`."""
     return {"golden": asked.verdict, "drift": asked.drift.largest if asked.drift else None}
 
 
 def _with_what_is_served(problem: str, number: int, serving: Serving) -> str:
-    """Reason why an engine does not serve the version that it was to have: the failure, and what the engine itself says."""
+    """Reason why an engine does not serve its target version: the failure, and the engine's own report."""
     found = serving.broken or (
         ""
         if problem

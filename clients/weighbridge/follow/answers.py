@@ -1,4 +1,4 @@
-"""HTTP API of an engine. An answer that breaks off, is no JSON or has another form is an error of the engine, and ends no agent."""
+"""HTTP API of an engine. A response that is truncated, not JSON or malformed counts as an error of the engine; it does not end an agent."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from weighbridge.follow.engines import EngineFailed
 
 _MOST_SAID, _LONGEST_PAGE = 200, 500
 _NOT_FOUND = b'"type": "NotFound"'
-"""Name of the error in the answer of one of weighbridge's routes that does not find what was named: the route itself exists."""
+"""Name of the error in a response of one of weighbridge's routes if the named object does not exist. The route itself exists."""
 _FORM = ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError
-"""Errors of code that reads an answer which has another form."""
+"""Errors of code that reads a malformed response."""
 
 
 _waiting: weakref.WeakSet[http.client.HTTPConnection] = weakref.WeakSet()
-"""Connections of calls of `ask` that may still be waiting for an answer."""
+"""Connections of calls of `ask` that may still be waiting for a response."""
 _adding = threading.Lock()
-"""Is held while `_waiting` grows or is iterated: calls are made in several threads."""
+"""Lock for adding to `_waiting` or iterating over it, because several threads make calls."""
 
 
 class _HttpCalls(urllib.request.HTTPHandler):
@@ -58,12 +58,12 @@ def _kept(connection: http.client.HTTPConnection) -> http.client.HTTPConnection:
 
 
 def abandon(url: str) -> None:
-    """End all calls of `ask` to a server that wait for an answer: each raises OSError.
+    """End all pending calls of `ask` to a server: each raises OSError.
 
-    A server that shuts down waits for open connections. Some calls of a vLLM whose engine has died get no answer.
+    A server that shuts down waits for open connections. Some calls to a vLLM server never get a response after its engine died.
 
     Args:
-        url: an address of the server; its host and port count.
+        url: an address of the server; only its host and port are used.
     """
     place = _place(url)
     with _adding:
@@ -72,7 +72,7 @@ def abandon(url: str) -> None:
         sock = connection.sock  # its own thread sets it to None when the call ends
         if sock is not None and (connection.host.lower(), connection.port) == place:
             with suppress(OSError):
-                # not the method of TLS sockets, which takes the encryption from under the thread that reads
+                # not the method of TLS sockets, which removes the encryption while another thread reads
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
@@ -82,23 +82,23 @@ def _place(url: str) -> tuple[str, int]:
 
 
 class HttpAnswer(NamedTuple):
-    """An answer, whether it is an error or not."""
+    """A response, successful or not."""
 
     status: int
     body: bytes
 
     @property
     def is_error(self) -> bool:
-        """Whether the status is that of an error."""
+        """Whether the status is an error."""
         return not 200 <= self.status < 300
 
 
 def ask(request: urllib.request.Request, timeout: float) -> HttpAnswer:
-    """Make a request, and read the whole answer.
+    """Make a request, and read the whole response.
 
     Raises:
-        TimeoutError: it did not come in time.
-        OSError: it did not come, or not all of it.
+        TimeoutError: the response did not arrive in time.
+        OSError: no response, or an incomplete one, arrived.
     """
     try:
         try:
@@ -115,13 +115,13 @@ def ask(request: urllib.request.Request, timeout: float) -> HttpAnswer:
 
 @contextmanager
 def understood(where: str) -> Iterator[None]:
-    """Block that reads an answer.
+    """Block that reads a response.
 
     Args:
         where: its URL.
 
     Raises:
-        EngineFailed: the answer has another form than the block expects.
+        EngineFailed: the response does not have the form that the block expects.
     """
     try:
         yield
@@ -135,7 +135,7 @@ def understood(where: str) -> Iterator[None]:
 
 
 class NoRoute(EngineFailed):
-    """The server has no such route."""
+    """The route does not exist on the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +143,10 @@ class EngineApi:
     """API of one server.
 
     Attributes:
-        url: of the server, without a slash at its end.
+        url: URL of the server, without a trailing slash.
         timeout: seconds for each call.
         other: what to do if the server lacks a route.
-        headers: of each call.
+        headers: headers of each call.
     """
 
     url: str
@@ -155,11 +155,11 @@ class EngineApi:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def call(self, path: str, body: Any = None) -> Any:
-        """The JSON that the server answers; a GET without a body.
+        """The JSON response of the server; uses GET if there is no body.
 
         Raises:
-            NoRoute: it has no such route.
-            EngineFailed: it cannot be reached, does not answer in time or as an engine does, or refuses.
+            NoRoute: the route does not exist.
+            EngineFailed: the server is unreachable, does not respond in time or like an engine, or refuses.
         """
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **self.headers}
@@ -178,11 +178,11 @@ class EngineApi:
 
 
 def refused(path: str, status: int, body: bytes, other: str) -> EngineFailed:
-    """Error for a call that the server has refused, made of its answer.
+    """Error for a call that the server refused, created from its response.
 
     Args:
-        path: that was called.
-        status, body: of the answer.
+        path: path of the call.
+        status, body: status and body of the response.
         other: what to do if the server lacks the route.
     """
     if status == 404 and _NOT_FOUND not in body:

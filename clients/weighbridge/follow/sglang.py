@@ -1,4 +1,4 @@
-"""An SGLang server, over its own HTTP API. What it serves is what its ranks report, not what was requested."""
+"""Driver of an SGLang server, through its own HTTP API. The served version is the one that its ranks report, not the requested one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _SEVERAL = {
     "dp_size": "SGLang takes no new weights with data parallelism",
     "tokenizer_worker_num": "only one of these processes would name the new version in its answers",
 }
-"""Settings by which several parts answer at one address, and why they cannot be updated together."""
+"""Settings with which several parts share one address, and why they cannot be updated together."""
 
 
 _OTHER = "if it is a vLLM, say so: --engine vllm; else install a release of SGLang that weighbridge supports"
@@ -66,17 +66,16 @@ class SglangServer:
     """A running SGLang server with weighbridge installed next to it.
 
     Args:
-        url: of its HTTP API, such as ``http://127.0.0.1:30000``.
-        service: ``host:port`` of the service's gRPC face, as the engine reaches it.
+        url: URL of its HTTP API, such as ``http://127.0.0.1:30000``.
+        service: ``host:port`` of the service's gRPC endpoint, as the engine reaches it.
         model: ``namespace/name``.
         api_key: the server's admin key, if it has one.
-        lane: how weights travel to the engine's ranks, as for `weighbridge.Client`; None leaves it to their environment.
-        pause_mode: what happens to requests under way. ``retract`` lets them wait, and computes what they have so far again, by the new
-            weights; ``in_place`` lets them go on from what the old weights have computed; ``abort`` ends them.
-        timeout: seconds for each call; for `prepare`, for all of it.
-        reported: whether the agent reports to the service what the engine serves, which then does not report it itself.
-        stale_drafter: policy for versions that leave the drafter of speculative decoding behind: the engine is to ``refuse``, as by default, or to
-            ``allow`` them.
+        lane: how weights travel to the engine's ranks, as for `weighbridge.Client`; None uses their environment.
+        pause_mode: what happens to running requests. ``retract`` makes them wait and recomputes their tokens with the new weights; ``in_place``
+            continues them from the results of the old weights; ``abort`` ends them.
+        timeout: seconds for each call; for `prepare`, for the whole preparation.
+        reported: whether the agent reports the served version to the service; the engine then does not report it.
+        stale_drafter: policy for versions that leave the drafter of speculative decoding behind: ``refuse`` (default) or ``allow`` them.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class SglangServer:
         self.api = EngineApi(self.url, timeout, _OTHER, headers)
 
     def connect(self) -> None:
-        """Check that the server is one engine that answers. SGLang needs nothing before an update.
+        """Check that the server is a single engine and responds. SGLang needs no setup before an update.
 
         Raises:
             FailedPrecondition: it has several engines or API servers.
@@ -123,17 +122,17 @@ class SglangServer:
         """State of the engine, as all ranks report it.
 
         Raises:
-            EngineFailed: it cannot be reached, or has no plug-in.
+            EngineFailed: it is unreachable, or has no plug-in.
         """
         return serving_of(self._ranks(), self.model)
 
     def prepare(self, version: int) -> Prepared:
-        """Bring a version to the engine's machines while it serves; returns when it is there.
+        """Fetch a version to the engine's machines while it serves; returns when it has arrived.
 
         Raises:
-            FailedPrecondition: a rank cannot take it, or its bytes did not come; says why. Or adapters are loaded, which are on another version.
-            DeadlineExceeded: not in time.
-            EngineFailed: the server cannot be reached, or refuses.
+            FailedPrecondition: a rank cannot load the version, or its bytes did not arrive; states why. Or adapters of another version are loaded.
+            DeadlineExceeded: the timeout has passed.
+            EngineFailed: the server is unreachable, or refuses.
         """
         self._request(version)
         self._check_no_adapters(version)
@@ -141,11 +140,12 @@ class SglangServer:
         return wait_prepared(told, self._ranks, self.model, version, self.timeout)
 
     def answer(self, tokens: Sequence[int]) -> Mapping[str, Answer]:
-        """Log probabilities that the engine gives the tokens of a prompt. Its cache of prefixes is asked first: the other request would fill it anew.
+        """Log probabilities that the engine assigns to the tokens of a prompt. The request that uses the prefix cache comes first, because the other
+        request would refill the cache.
 
         Raises:
             FailedPrecondition: the engine sleeps.
-            EngineFailed: it does not answer, or takes no such prompt, as one with ids outside its vocabulary.
+            EngineFailed: it does not respond, or rejects the prompt, for example because of ids outside its vocabulary.
         """
         self._check_awake()
         api = replace(self.api, timeout=min(self.timeout, ASK_SECONDS))
@@ -154,11 +154,11 @@ class SglangServer:
             return {"": Answer(read_sglang_whole(whole, tokens), read_sglang_last(last, tokens[-1]))}
 
     def answer_token(self) -> None:
-        """Have the engine answer one token (`AnswersToken`).
+        """Make the engine generate one token (`AnswersToken`).
 
         Raises:
             FailedPrecondition: the engine sleeps.
-            EngineFailed: it does not answer.
+            EngineFailed: it does not respond.
         """
         self._check_awake()
         said = replace(self.api, timeout=min(self.timeout, ASK_SECONDS)).call(_GENERATE, sglang_token())
@@ -168,24 +168,25 @@ class SglangServer:
     def load_adapter(
         self, client: EngineClient, adapter: str, version: str | int | None = None, folder: Path | None = None
     ) -> LoadedAdapter:
-        """Load a version of an adapter, which requests then name ``acme/alice@18``, even if it was named by a ref: a ref is resolved once.
+        """Load a version of an adapter. Requests then name it ``acme/alice@18``, even if it was loaded by a ref: a ref is resolved once.
 
         Args:
             client: of the service.
             adapter: ``namespace/name``.
             version: a number or a ref; by default the latest.
-            folder: a folder that this process and the engine see, to which the adapter is exported. Without one its tensors go with the request.
+            folder: a folder that this process and the engine can access; the adapter is exported to it. Without a folder, the request contains the
+                tensors.
 
         Raises:
-            NotFound: no such adapter or version.
-            FailedPrecondition: the engine serves another version than the adapter is on (names both), takes no adapters, or cannot serve this one;
-                says why, before anything is loaded.
-            EngineFailed: it cannot be reached, or refuses.
+            NotFound: the adapter or version does not exist.
+            FailedPrecondition: the engine does not serve the adapter's base version (the error names both), does not accept adapters, or cannot serve
+                this one; states why, before anything is loaded.
+            EngineFailed: it is unreachable, or refuses.
         """
         return sglang_adapters.load(self, client, adapter, version, folder)
 
     def unload_adapter(self, adapter: str, version: int) -> None:
-        """Unload a version of an adapter, once requests under way with it have ended. Raises EngineFailed."""
+        """Unload a version of an adapter once running requests that use it have ended. Raises EngineFailed."""
         sglang_adapters.unload(self, f"{adapter}@{version}")
 
     def adapters(self) -> tuple[str, ...]:
@@ -193,8 +194,9 @@ class SglangServer:
         return sglang_adapters.loaded(self)
 
     def _check_awake(self) -> None:
-        """Raise FailedPrecondition if memory of the engine is released: SGLang takes requests then, and may end by them. One without weighbridge does not
-        say it."""
+        """Raise FailedPrecondition if memory of the engine is released: SGLang still accepts requests then, and may crash. An SGLang without
+        weighbridge does not report this state.
+        """
         said: Any = None
         with suppress(EngineFailed, FailedPrecondition):
             said = self._control(STATUS)
@@ -205,10 +207,10 @@ class SglangServer:
             )
 
     def evidence(self, known: Collection[str] = ()) -> Mapping[str, Evidence]:
-        """Evidence of what all ranks compute with, by what errors call each.
+        """Evidence of the parameters of all ranks, by their names in errors.
 
         Args:
-            known: digests of recordings that they need not send.
+            known: digests of recordings that need not be sent.
 
         Raises:
             FailedPrecondition: a rank has none, or the server has several engines.
@@ -219,7 +221,7 @@ class SglangServer:
             return {f"rank {at}": Evidence.from_json(each) for at, each in enumerate(said["evidence"])}
 
     def compare_with_load(self) -> Mapping[str, RankProof]:
-        """Let all ranks load the version that they have again by SGLang's own loader, while the engine is paused, and say what that has changed.
+        """Make all ranks load their version again with SGLang's own loader, while the engine is paused, and report the changes.
 
         Raises:
             FailedPrecondition: a rank cannot.
@@ -229,20 +231,20 @@ class SglangServer:
             return {f"rank {at}": RankProof.from_json(each) for at, each in enumerate(said["proofs"])}
 
     def discard(self) -> None:
-        """Let the engine forget what has been prepared."""
+        """Make the engine discard the prepared version."""
         self._control(DISCARD)
 
     def pause(self) -> None:
-        """Stop generating. Requests that come meanwhile wait."""
+        """Stop generating. New requests wait."""
         self.api.call("/pause_generation", {"mode": self.pause_mode})
 
     def apply(self, version: int, label: str) -> None:
-        """Put a version into the parameters of all ranks, best while the engine is paused. Answers name it from then on, as their
-        ``weight_version``, and prefixes that the old weights have computed are forgotten.
+        """Write a version into the parameters of all ranks, preferably while the engine is paused. From then on responses name it as their
+        ``weight_version``, and prefixes cached with the old weights are dropped.
 
         Raises:
             FailedPrecondition: adapters are loaded; names them.
-            EngineFailed: the server cannot be reached; or it refuses, as while another update is under way, and keeps what it has.
+            EngineFailed: the server is unreachable; or it refuses, for example during another update, and keeps its weights.
         """
         request = {**self._request(version), "weight_version": label}
         self._check_no_adapters(version)
@@ -250,16 +252,16 @@ class SglangServer:
             self.api.call("/update_weights_from_tensor", request)
 
     def resume(self) -> None:
-        """Go on generating."""
+        """Resume generating."""
         self.api.call("/continue_generation", {"torch_empty_cache": False})
 
     def label(self, label: str) -> None:
-        """Set SGLang's ``weight_version``; requests under way go on."""
+        """Set SGLang's ``weight_version``; running requests continue."""
         self.api.call("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        """SGLang's own session around an update, for as long as it lasts. Releases up to 0.5.15 have none."""
+        """SGLang's own session around an update. Releases up to 0.5.15 have no sessions."""
         try:
             self.api.call("/begin_weight_update", {"selector": "target"})
         except NoRoute:
@@ -271,7 +273,7 @@ class SglangServer:
             self.api.call("/end_weight_update", {})
 
     def _request(self, version: int) -> dict[str, Any]:
-        """The request that brings a version. To make it can take seconds (torch is imported), so it is made before the engine is paused."""
+        """The request that loads a version. Creating it can take seconds (torch is imported), so it is created before the engine is paused."""
         if version not in self._requests:
             payload, info = _payload(self._order(version)), self.api.call(_INFO)
             with understood(self.url + _INFO):
@@ -281,14 +283,17 @@ class SglangServer:
                     "serialized_named_tensors": [payload] * ranks,
                     "load_format": LOAD_FORMAT,
                     "selector": "target",
-                    "disable_draft_model": True,  # how releases without a selector say it
+                    "disable_draft_model": True,  # setting in releases without a selector
                     "flush_cache": self.pause_mode != "in_place",
                 }
             }
         return self._requests[version]
 
     def _check_no_adapters(self, version: int) -> None:
-        """Refuse to put a version below adapters, which are on another one. SGLang would compute with them. Raises FailedPrecondition."""
+        """Refuse to update the base while adapters of another version are loaded, because SGLang would compute with them.
+
+        Raises FailedPrecondition.
+        """
         there = self.adapters() if self._takes_adapters else ()
         if there and (known := self.serving()).version != version:
             of = f", on {self.model}@{known.version}" if known.version else ""
@@ -308,7 +313,7 @@ class SglangServer:
             return {f"rank {at}": Status.from_json(found) for at, found in enumerate(said["ranks"])}
 
     def _check_single(self) -> None:
-        """Refuse a server of which a request reaches one part, while others may go on with other weights or another label."""
+        """Refuse a server if a request reaches only one part of it, while other parts may continue with other weights or another label."""
         info = self.api.call(_INFO)
         with understood(self.url + _INFO):
             counts = {setting: int(info.get(setting) or 1) for setting in _SEVERAL}
@@ -334,10 +339,10 @@ class SglangServer:
 
 
 def is_sglang(url: str, api_key: str = "", timeout: float = 30.0) -> bool:
-    """Test whether an SGLang answers at an address, and not a vLLM.
+    """Test whether the server at an address is SGLang rather than vLLM.
 
     Raises:
-        EngineFailed: nothing answers there, or it refuses.
+        EngineFailed: nothing responds there, or the server refuses.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
@@ -348,7 +353,7 @@ def is_sglang(url: str, api_key: str = "", timeout: float = 30.0) -> bool:
 
 
 def _payload(text: str) -> str:
-    """A text as a named tensor, as SGLang takes it: pickled, of nothing but types that it lets through."""
+    """A string as a named tensor in SGLang's format: pickled, with only the types that it accepts."""
     import pickle
 
     import torch

@@ -1,7 +1,7 @@
-"""Driver of a vLLM server, over the routes that it has with ``VLLM_SERVER_DEV_MODE=1``.
+"""Driver of a vLLM server, through the routes that it has with ``VLLM_SERVER_DEV_MODE=1``.
 
-A server with data parallelism has several engines, and vLLM answers for the first one alone. Where weighbridge's plug-in is in the server it
-answers for all, and each worker says which one it is.
+A server with data parallelism has several engines, and vLLM returns only the first one's response. With weighbridge's plug-in, the server returns the
+responses of all engines, and each worker identifies itself.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _PREPARE_SECONDS = 3600.0
 _LOOK_SECONDS = 0.5
 _COMPLETIONS, _RANK = "/v1/completions", "X-data-parallel-rank"
 _WORKERS = "/collective_rpc"
-"""Route of calls that all workers answer."""
+"""Route of calls to all workers."""
 OTHER = "start it with VLLM_SERVER_DEV_MODE=1; if it is an SGLang, say so: --engine sglang"
-"""Advice if a server lacks a route."""
+"""Hint if a server lacks a route."""
 Answers = Sequence[Mapping[str, Any]]
-"""JSON of workers: a `Status` each, with ``failed``, ``engine``, ``rank``, ``ranks`` (of that engine), ``group`` (of ranks that agree) and
+"""JSON of workers: one `Status` each, with ``failed``, ``engine``, ``rank``, ``ranks`` (of that engine), ``group`` (of ranks that agree) and
 ``engines`` (behind the server)."""
 
 
@@ -64,19 +64,18 @@ class VllmServer:
     """One server, with all ranks of all engines behind it.
 
     Args:
-        url: of the server, such as ``http://127.0.0.1:8000``.
+        url: URL of the server, such as ``http://127.0.0.1:8000``.
         model: ``namespace/name`` at the service.
         server: the service's gRPC address as the engine's workers reach it.
-        lane: how weights travel to them; None leaves what the engine was started with.
-        pause_mode: treatment of requests under way: ``wait`` for them, ``keep`` them where they are, to go on
-            with the new weights, or ``abort`` them.
-        timeout: seconds that one call may take.
-        reported: whether the agent reports to the service what the engine serves, which then does not report it itself.
-        when_asleep: policy for updates of the engine while its weights sleep (vLLM's sleep mode): they ``wait`` for the wake-up, or the engine is
-            to ``refuse`` them; None leaves what it was started with.
+        lane: how weights travel to them; None keeps the engine's start setting.
+        pause_mode: treatment of running requests: ``wait`` for them, ``keep`` them paused and continue them with the new weights, or ``abort`` them.
+        timeout: seconds for one call.
+        reported: whether the agent reports the served version to the service; the engine then does not report it.
+        when_asleep: policy for updates of the engine while its weights sleep (vLLM's sleep mode): they ``wait`` for the wake-up, or the engine should
+            ``refuse`` them; None keeps the engine's start setting.
         api_key: the server's key (``--api-key``), if it has one.
-        stale_drafter: policy for updates that leave the drafter of speculative decoding behind: the engine is to ``refuse`` them, or to ``allow``
-            them; None leaves what it was started with.
+        stale_drafter: policy for updates that leave the drafter of speculative decoding behind: ``refuse`` or ``allow`` them; None keeps the engine's
+            start setting.
 
     Attributes:
         draft: the drafter's version that goes with versions from now on (`TakesDrafter`).
@@ -111,10 +110,10 @@ class VllmServer:
         self._told: Ranks = {}
 
     def wait_ready(self, seconds: float) -> None:
-        """Return when the server answers.
+        """Return when the server responds.
 
         Raises:
-            EngineFailed: it does not answer within ``seconds``.
+            EngineFailed: it does not respond within ``seconds``.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -128,10 +127,10 @@ class VllmServer:
             time.sleep(_LOOK_SECONDS)
 
     def connect(self) -> None:
-        """Give all workers the source of versions; they find out what they take of one, if they do not know.
+        """Give all workers the source of versions. They determine which slices they need, if they do not know yet.
 
         Raises:
-            FailedPrecondition: a worker cannot; or not all workers behind the server answer.
+            FailedPrecondition: a worker cannot, or not all workers behind the server respond.
         """
         self._ask_workers("weighbridge_connect", json.dumps(self._init_info))
 
@@ -140,15 +139,15 @@ class VllmServer:
         return serving_of(self._ask_workers("weighbridge_status"), self._model)
 
     def begin(self, version: int) -> None:
-        """Ask all workers to prepare a version; it returns at once.
+        """Request all workers to prepare a version; returns immediately.
 
         Raises:
-            FailedPrecondition: a worker cannot; or not all workers behind the server answer.
+            FailedPrecondition: a worker cannot, or not all workers behind the server respond.
         """
         self._told = self._ask_workers("weighbridge_prepare", str(version), self.draft)
 
     def prepare(self, version: int) -> Prepared:
-        """Ask all workers to prepare, and wait until they have."""
+        """Request all workers to prepare, and wait until they have."""
         self.begin(version)
         return wait_prepared(
             self._told,
@@ -160,17 +159,17 @@ class VllmServer:
         )
 
     def prepare_early(self, version: int) -> None:
-        """Ask all workers to bring a version as its parts arrive."""
+        """Request all workers to fetch a version as its parts arrive."""
         self._ask_workers("weighbridge_prepare_early", str(version))
 
     def evidence(self, known: Collection[str] = ()) -> Mapping[str, Evidence]:
-        """Evidence of what all workers compute with, by what errors call each.
+        """Evidence of the parameters of all workers, by their names in errors.
 
         Args:
-            known: digests of recordings that they need not send.
+            known: digests of recordings that need not be sent.
 
         Raises:
-            FailedPrecondition: a worker has none; or not all workers behind the server answer.
+            FailedPrecondition: a worker has none, or not all workers behind the server respond.
         """
         answers = self._answers("weighbridge_evidence", ",".join(known))
         names = list(self._by_name(answers))
@@ -179,10 +178,10 @@ class VllmServer:
         return dict(zip(names, found, strict=True))
 
     def compare_with_load(self) -> Mapping[str, RankProof]:
-        """Let all workers load the version that they have again by vLLM's own loader, while the engine is paused, and say what that has changed.
+        """Make all workers load their version again with vLLM's own loader, while the engine is paused, and report the changes.
 
         Raises:
-            FailedPrecondition: a worker cannot; or not all workers behind the server answer.
+            FailedPrecondition: a worker cannot, or not all workers behind the server respond.
         """
         answers = self._answers("weighbridge_compare_with_load")
         names = list(self._by_name(answers))
@@ -191,23 +190,23 @@ class VllmServer:
         return dict(zip(names, found, strict=True))
 
     def answer(self, tokens: Sequence[int]) -> Mapping[str, Answer]:
-        """Log probabilities that each engine behind the server gives the tokens of a prompt.
+        """Log probabilities that each engine behind the server assigns to the tokens of a prompt.
 
         Raises:
             FailedPrecondition: the engine sleeps, or is paused.
-            EngineFailed: it does not answer, or takes no such prompt, as one with ids outside its vocabulary.
+            EngineFailed: it does not respond, or rejects the prompt, for example because of ids outside its vocabulary.
         """
         return {name: _answer(api, tokens) for name, api in self._each_engine().items()}
 
     def answer_token(self) -> None:
-        """Have each engine behind the server answer one token, all at the same time (`AnswersToken`).
+        """Make each engine behind the server generate one token, concurrently (`AnswersToken`).
 
         Raises:
             FailedPrecondition: the engine sleeps, or is paused.
-            EngineFailed: one does not answer.
+            EngineFailed: an engine does not respond.
         """
         apis = list(self._each_engine().values())
-        if len(apis) == 1:  # a signal has to interrupt it
+        if len(apis) == 1:  # a signal must be able to interrupt it
             _answer_token(apis[0])
             return
         with ThreadPoolExecutor(len(apis)) as pool:
@@ -215,7 +214,7 @@ class VllmServer:
                 pass
 
     def _each_engine(self) -> Mapping[str, EngineApi]:
-        """For requests of a token: the API of each engine behind the server, by what errors call it; empty for the only one.
+        """For token requests: the API of each engine behind the server, by the engine's name in errors; the name is empty if there is only one.
 
         Raises:
             FailedPrecondition: the engine sleeps, or is paused.
@@ -232,20 +231,20 @@ class VllmServer:
     def load_adapter(
         self, client: EngineClient, adapter: str, version: str | int | None = None, folder: Path | None = None
     ) -> LoadedAdapter:
-        """Have all engines load a version of an adapter before a request names it. The server has to have weighbridge's middleware for adapters, and fetches
-        the adapter itself.
+        """Make all engines load a version of an adapter before a request names it. The server must have weighbridge's middleware for adapters; it
+        fetches the adapter itself.
 
         Args:
             client: of the service.
             adapter: ``namespace/name``.
             version: a number or a ref, which is resolved once; by default the latest.
-            folder: not taken: the server has one of its own.
+            folder: not supported: the server uses its own folder.
 
         Raises:
-            NotFound: no such adapter or version.
+            NotFound: the adapter or version does not exist.
             InvalidArgument: a folder is named.
-            EngineFailed: the server has no such middleware, cannot be reached, or refuses, as it does if the adapter is on another version than it serves; says
-                why.
+            EngineFailed: the server lacks the middleware, is unreachable, or refuses, for example because it does not serve the adapter's base
+                version; states why.
         """
         if folder is not None:
             raise InvalidArgument(
@@ -256,13 +255,13 @@ class VllmServer:
         return vllm_adapters.load(self._api, f"{adapter}@{number}")
 
     def unload_adapter(self, adapter: str, version: int) -> None:
-        """Have all engines unload a version of an adapter. Requests that name it, including those under way, have it loaded again.
+        """Make all engines unload a version of an adapter. Requests that name it, including running ones, load it again.
         Raises EngineFailed.
         """
         vllm_adapters.unload(self._api, f"{adapter}@{version}")
 
     def takes_adapters(self) -> bool:
-        """Whether the engines load adapters now: not while they are paused, or sleep. Raises EngineFailed."""
+        """Whether the engines accept adapters now: not while they are paused or asleep. Raises EngineFailed."""
         return not self._says("is_sleeping")
 
     def adapters(self) -> tuple[str, ...]:
@@ -270,7 +269,7 @@ class VllmServer:
         return vllm_adapters.loaded(self._api)
 
     def _check_goes_on(self) -> None:
-        """Raise FailedPrecondition if the engine sleeps or is paused: a request would wait for its wake-up, or end it, or wait until it goes on."""
+        """Raise FailedPrecondition if the engine sleeps or is paused: a request would wait for the wake-up or the resume, or crash the engine."""
         if self._says("is_sleeping"):
             raise FailedPrecondition("the engine sleeps", fix="wake it up: POST /wake_up")
         if self._says("is_paused"):
@@ -283,7 +282,7 @@ class VllmServer:
         return False
 
     def _count_engines(self) -> int:
-        """Number of engines behind the server; one, if it was not started with weighbridge."""
+        """Number of engines behind the server; one if it was not started with weighbridge."""
         with contextlib.suppress(NoRoute):
             answers = self._answers("weighbridge_status")
             with understood(self.url + _WORKERS):
@@ -291,23 +290,24 @@ class VllmServer:
         return 1
 
     def discard(self) -> None:
-        """Ask all workers to give back what they have prepared."""
+        """Request all workers to release their prepared version."""
         self._ask_workers("weighbridge_discard")
 
     def pause(self) -> None:
-        """Pause. Returns when nothing is being computed, and caches of the old weights are empty."""
+        """Pause. Returns when the engines no longer compute and caches of the old weights are empty."""
         self._api.call(f"/pause?mode={self._pause_mode}", {})
 
     def apply(self, version: int, label: str) -> None:
-        """Apply a version, in no session of vLLM's own: one that another agent has left open, or a worker that fails, would end it for all.
+        """Apply a version, outside vLLM's own sessions: a session that another agent left open, or a failing worker, would end it for all.
 
-        An engine that sleeps may say that the version waits for its wake-up.
+        A sleeping engine may respond that the version waits for its wake-up.
 
         Raises:
-            FailedPrecondition: an engine could not take the version; the others have gone back, or the error says which one serves what.
+            FailedPrecondition: an engine could not apply the version; the others have rolled back, or the error states which engine serves which
+                version.
         """
         answers = self._answers("weighbridge_apply", str(version), self.draft)
-        if _has_several(answers):  # which updates of two agents may have reached in different orders
+        if _has_several(answers):  # updates of two agents may have reached them in different orders
             answers = self._answers("weighbridge_status")
         ranks = self._by_name(answers)
         if self._told:
@@ -327,21 +327,21 @@ class VllmServer:
             self.label(served if drafter_in(served) else label)
 
     def resume(self) -> None:
-        """Let the server go on."""
+        """Resume the server."""
         self._api.call("/resume", {})
 
     def sleep(self, level: int) -> None:
-        """Let it give back its card's memory: with level 1 it keeps its weights in host memory, with 2 nowhere."""
+        """Make the server release its GPU memory. With level 1 it keeps its weights in host memory; with level 2 it discards them."""
         self._api.call(f"/sleep?level={level}", {})
 
     def wake_up(self, *tags: str) -> None:
-        """Let it have memory again: for ``weights``, for its ``kv_cache``, or for both; it then goes on."""
+        """Make the server allocate memory again: for ``weights``, for its ``kv_cache``, or for both; it then resumes."""
         self._api.call(
             "/wake_up" + "".join(f"{'&' if at else '?'}tags={tag}" for at, tag in enumerate(tags)), {}
         )
 
     def label(self, label: str) -> None:
-        """Set vLLM's ``weight_version``, of each engine. vLLM 0.24 has none."""
+        """Set vLLM's ``weight_version``, of each engine. vLLM 0.24 does not have this label."""
         with contextlib.suppress(NoRoute):
             self._api.call("/update_weight_version", {"new_version": label})
 
@@ -349,7 +349,7 @@ class VllmServer:
         """Statuses of all workers of all engines.
 
         Raises:
-            FailedPrecondition: a worker could not do it, says why; or not all have answered.
+            FailedPrecondition: a worker failed (the error states why), or not all workers responded.
         """
         return self._by_name(self._answers(method, *arguments))
 
@@ -365,7 +365,7 @@ class VllmServer:
         return answers
 
     def _count_workers(self) -> int | None:
-        """Number of workers that vLLM has started, of all engines; None if it does not say."""
+        """Number of workers that vLLM started, in all engines; None if it does not report it."""
         with contextlib.suppress(NoRoute):
             said = self._api.call("/get_world_size")
             size = said.get("world_size") if isinstance(said, dict) else None
@@ -374,24 +374,24 @@ class VllmServer:
 
 
 def _answer(api: EngineApi, tokens: Sequence[int]) -> Answer:
-    """Answer of one engine. Its cache of prefixes is asked first: the other request would fill it anew."""
+    """Answer of one engine. The request that uses the prefix cache comes first, because the other request would refill the cache."""
     last, whole = (api.call(_COMPLETIONS, body) for body in (vllm_last(tokens), vllm_whole(tokens)))
     with understood(api.url + _COMPLETIONS):
         return Answer(read_vllm_whole(whole, tokens), read_vllm_last(last))
 
 
 def _answer_token(api: EngineApi) -> None:
-    """Have one engine answer one token."""
+    """Make one engine generate one token."""
     said = api.call(_COMPLETIONS, vllm_token())
     with understood(api.url + _COMPLETIONS):
         check_vllm_token(said)
 
 
 def check_done(answers: Answers) -> None:
-    """Raise what workers say that they could not do.
+    """Raise the failures that workers report.
 
     Raises:
-        FailedPrecondition: names the engine, where there are several.
+        FailedPrecondition: a worker failed; names the engine if there are several.
     """
     several = _has_several(answers)
     said = {
@@ -405,14 +405,14 @@ def check_done(answers: Answers) -> None:
 
 
 def _statuses(answers: Answers, count_workers: Callable[[], int | None]) -> dict[str, Status]:
-    """The workers' statuses, by what errors call each worker, if all have answered.
+    """The workers' statuses, by the worker's name in errors, if all have responded.
 
     Args:
-        answers: that a server has given.
-        count_workers: gives how many workers the server says that it has, if it does. Called if its answers do not say how many engines it has.
+        answers: responses of a server.
+        count_workers: returns the number of workers that the server reports, if any. Called if the responses do not contain the number of engines.
 
     Raises:
-        FailedPrecondition: workers are missing, or some agree with workers that this server does not reach; says what to do.
+        FailedPrecondition: workers are missing, or some belong to a group with workers that this server does not reach; states what to do.
     """
     expected = _expected(answers) or count_workers()
     places = [(int(each.get("engine", 0)), int(each.get("rank", at))) for at, each in enumerate(answers)]
@@ -436,11 +436,11 @@ def _statuses(answers: Answers, count_workers: Callable[[], int | None]) -> dict
 
 
 def _has_several(answers: Answers) -> bool:
-    """Test whether they come from a server of several engines."""
+    """Test whether they come from a server with several engines."""
     return any(int(each.get("engines", 1)) > 1 for each in answers)
 
 
 def _expected(answers: Answers) -> int:
-    """Number of workers by the answers themselves; 0 if they do not say it."""
+    """Number of workers according to the responses; 0 if they do not contain it."""
     first = answers[0] if answers else {}
     return int(first.get("engines", 0)) * int(first.get("ranks", 0))
