@@ -113,7 +113,7 @@ class SglangServer:
 
         Raises:
             FailedPrecondition: it has several engines or API servers.
-            EngineFailed: it cannot be reached, or has no plug-in.
+            EngineFailed: it is unreachable, or has no plug-in.
         """
         self._check_single()
         self._ranks()

@@ -1,6 +1,7 @@
-"""Processing of a staged version before it is applied: layer by layer, beside the engine, into the place where the layer's weights were staged.
+"""Processing of a staged version before it is applied: layer by layer, in parallel with the engine, into the memory where the layer's weights were
+staged.
 
-Layers that cannot be processed so are left to the pause. This is observed, not listed by name; the log gives the reason once for each kind of layer.
+Other layers are processed in the pause. Observation, not a list of names, decides which; the log gives the reason once for each kind of layer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from weighbridge.integrations.vllm.wrapped import named_layers
 log = init_logger(f"vllm.plugins.{__name__}")
 
 _SPARE_BYTES = 100_000_000
-"""Bytes of the card, beside those reserved, that the results of one layer may take until they are in their place."""
+"""Bytes of GPU memory, in addition to the reserved ones, that the results of one layer may occupy temporarily."""
 
 _TOO_LARGE = "what is made of it has no room where its weights were staged"
 
@@ -33,7 +34,7 @@ class Ahead:
     """Layers of one model that are processed ahead.
 
     Attributes:
-        left: kinds of layers of which one was left to the pause, and why the first one was.
+        left: kinds of layers that were left to the pause, with the reason for the first layer of each kind.
 
     Args:
         model: vLLM's.
@@ -44,13 +45,13 @@ class Ahead:
         self._shadows = Shadows()
         self.left: dict[str, str] = {}
         self._stream: torch.cuda.Stream | None = None
-        """The allocator keeps memory for each stream: another one each time would take more and more."""
+        """The allocator caches memory per stream, so a new stream each time would use more and more memory."""
         self._room_bytes = 0
         self._room: torch.Tensor | None = None
-        """Memory for results of one layer, which is the allocator's while they are made."""
+        """Memory for the results of one layer; returned to the allocator while they are computed."""
 
     def reserve(self, device: torch.device) -> int:
-        """Reserve memory of the card for the results of any one layer that has been processed. Returns the number of bytes."""
+        """Reserve GPU memory for the processing results of any single layer. Returns the number of bytes."""
         quantized = (
             each for each in self._model.modules() if getattr(_method(each), "uses_meta_device", False)
         )
@@ -60,19 +61,19 @@ class Ahead:
         return self._room_bytes
 
     def take_over(self, before: Ahead) -> None:
-        """Go on with what was reserved for another model, of which this one has all layers."""
+        """Take over the memory that was reserved for another model, all of whose layers this model contains."""
         self._stream, self._room_bytes, self._room = before._stream, before._room_bytes, before._room
         before._room = None
 
     def process(
         self, update: lazy.Update, recording: lazy.Recording, leave: Container[torch.nn.Module]
     ) -> int:
-        """Process the staged layers of a version that can be processed. Returns their number.
+        """Process those staged layers of a version that can be processed ahead. Returns their number.
 
         Args:
-            update: staged, and complete.
-            recording: that it was made of.
-            leave: layers that processing leaves alone.
+            update: the staged, complete update.
+            recording: the recording that it was made from.
+            leave: layers that processing does not change.
         """
         subjects = [
             (prefix, layer)
@@ -105,7 +106,7 @@ class Ahead:
         return count
 
     def made(self, update: lazy.Update) -> Tensors:
-        """The live tensors for which something was made, by full name."""
+        """The live tensors that have a processed counterpart, by full name."""
         if not update.replaced:
             return {}
         return {
@@ -127,7 +128,7 @@ class Ahead:
         full = {name: layers.full_name(prefix, name) for name in own.keys() | remade.keys()}
         filled = {name for name, each in full.items() if each in recording.targets}
         if not filled:
-            return False  # it is another layer's, of which it has a part
+            return False  # it belongs to another layer, and this one has a part of it
         if in_place := sorted(filled & LEFT_IN_PLACE):
             raise Unsuitable(f"{in_place[0]} is filled in place")
         given = remade.keys() - NOT_MADE_ANEW | filled
@@ -180,7 +181,7 @@ class Ahead:
 
 
 def _method(layer: torch.nn.Module) -> Any:
-    """The method by which vLLM processes a layer after loading; None for layers without."""
+    """The method with which vLLM processes a layer after loading; None if there is none."""
     found = getattr(layer, "quant_method", None)
     return found if isinstance(found, QuantizeMethodBase) else None
 

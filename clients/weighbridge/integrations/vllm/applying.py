@@ -1,8 +1,8 @@
 """Application of an update to the layers of a model that may be computing with repacked or derived weights.
 
-A layer whose weights vLLM processes after loading goes through vLLM's own layerwise reloading: it is made anew in the format of checkpoints,
-filled, processed, and copied to where the kernels read. A layer of which it was seen that processing does nothing to it is filled in
-place. If all are like that, the next update goes without reloading.
+A layer whose weights vLLM processes after loading goes through vLLM's own layerwise reloading: it is recreated in checkpoint format, filled,
+processed, and copied to the tensors that the kernels read. If observation has shown that processing does not change a layer, the layer is filled in
+place. If this holds for all layers, the next update does not use reloading.
 """
 
 from __future__ import annotations
@@ -33,39 +33,41 @@ log = init_logger(f"vllm.plugins.{__name__}")
 _MOST_NAMED = 3
 Fill = Callable[[torch.Tensor], None]
 Borrowed = list[tuple[torch.Tensor, dict[str, Any]]]
-"""Parameters, and the attributes that they had."""
+"""Parameters, and their original attributes."""
 
 
 class Applier:
-    """Brings updates to one model.
+    """Applies updates to one model.
 
     Args:
         model: vLLM's, after loading.
         model_config: vLLM's configuration of it.
-        before: appliers that have watched parts of it.
+        before: appliers that have observed parts of it.
     """
 
     def __init__(self, model: Any, model_config: Any, *before: Applier | None) -> None:
         self._model = model
         self._model_config = model_config
         self._unprocessed: WeakSet[torch.nn.Module] = WeakSet()
-        """Layers that vLLM's processing was seen to leave alone."""
+        """Layers that vLLM's processing was observed not to change."""
         self._kept: WeakKeyDictionary[torch.nn.Module, frozenset[str]] = WeakKeyDictionary()
-        """Tensors that processing for a processor's kernels leaves as they were loaded, beside what it makes of them, by layer. Not of cards, whose
-        kernels write without a trace."""
+        """Tensors, by layer, that processing for CPU kernels leaves as they were loaded, in addition to the tensors that it derives from them.
+
+        Not recorded for GPUs, whose kernels' writes cannot be observed.
+        """
         for each in before:
             if each is not None:
                 self._unprocessed |= each._unprocessed
                 self._kept.update(each._kept)
         self._all_as_loaded: lazy.Recording | None = None
-        """By which all that is filled was seen to be what the layers compute with."""
+        """Recording for which all filled tensors were observed to be those that the layers compute with."""
         self.ahead = Ahead(model)
 
     def check(self, recording: lazy.Recording) -> None:
-        """Refuse a model that does not have all that was recorded any more.
+        """Refuse a model that no longer has all recorded tensors.
 
         Raises:
-            FailedPrecondition: names what is missing.
+            FailedPrecondition: a tensor is missing; names it.
         """
         missing = recording.targets.keys() - layers.names_loaded(self._model)
         if missing:
@@ -82,9 +84,9 @@ class Applier:
         """Fill the model's parameters.
 
         Args:
-            update: prepared.
-            recording: that it was made of.
-            rest: tensors of the version for which the model's loader has to run.
+            update: the prepared update.
+            recording: the recording that it was made from.
+            rest: tensors of the version for which the model's loader must run.
         """
         wanted, made = self._wanted(recording, update.replaced), self.ahead.made(update)
         if not rest and (recording is self._all_as_loaded or self._lies_as_loaded(recording, wanted, update)):
@@ -95,32 +97,35 @@ class Applier:
         else:
             in_place = not update.replaced
             with layers.reloading(self._model, self._model_config), _borrowed_loaders() as borrowed:
-                wanted = self._wanted(recording, update.replaced)  # layers have other tensors now
+                wanted = self._wanted(recording, update.replaced)  # layers have different tensors now
                 _check_complete(recording, wanted, update)
                 for layer, names in wanted:
                     fills = {name: _filler(update, recording, full) for name, full in names.items()}
-                    # else the loader has something for it, too
+                    # otherwise the loader fills it too
                     alone = not rest or _parameters_of(layer) <= fills.keys()
                     in_place &= self._fill(layer, fills, borrowed, alone=alone)
                 update.fill_made(made)
-                if rest:  # after all is filled, from which loaders may derive something
+                if rest:  # after everything is filled, because loaders may derive values from it
                     self._model.load_weights(iter(rest))
             self._all_as_loaded = recording if in_place and not rest else None
         self._process_shared([layer for layer, _ in wanted])
 
     def process_staged(self, update: lazy.Update, recording: lazy.Recording) -> int:
-        """Process the layers of a staged version that can be processed beside the engine. Returns their number; the others are left to `apply`."""
+        """Process those layers of a staged version that can be processed in parallel with the engine.
+
+        Returns their number; `apply` processes the others.
+        """
         return self.ahead.process(update, recording, leave=self._unprocessed)
 
     def watch_processing(self) -> None:
-        """See which layers vLLM's processing leaves alone, when it processes them for the first time after this."""
+        """Observe which layers vLLM's processing does not change, when it next processes them."""
         for layer in self._model.modules():
             method = getattr(layer, "quant_method", None)
             if isinstance(method, QuantizeMethodBase) and not _is_watched(method):
                 method.process_weights_after_loading = partial(self._process_watched, method)
 
     def _process_watched(self, method: Any, layer: torch.nn.Module) -> None:
-        """vLLM's processing of a layer, once, watched."""
+        """Run vLLM's processing of a layer once, and observe it."""
         del method.process_weights_after_loading
         before = watching.state(layer, method)
         with watching.AnyOperation() as operations:
@@ -134,7 +139,7 @@ class Applier:
             log.debug("vLLM processes %s: %s", type(layer).__name__, operations.seen or "its state changes")
 
     def load_again(self, source: lazy.Source) -> None:
-        """Let the model's own loader, and that of its drafter, fill layers that are made anew, and vLLM process them."""
+        """Recreate the layers, fill them with the loaders of the model and its drafter, and let vLLM process them."""
         for layer in self._model.modules():
             _let_pack_again(getattr(layer, "quant_method", None))
         with layers.reloading(self._model, self._model_config):
@@ -148,7 +153,7 @@ class Applier:
         self._all_as_loaded = None
 
     def live(self, recording: lazy.Recording) -> watching.Tensors:
-        """Tensors that the layers have as they were loaded, by the names of the recording's targets."""
+        """Tensors that the layers keep as they were loaded, by the names of the recording's targets."""
         found: watching.Tensors = {}
         for layer, names in self._wanted(recording):
             own, processed = watching.own_tensors(layer), self._is_processed(layer)
@@ -161,7 +166,7 @@ class Applier:
         return found
 
     def also_made(self, recording: lazy.Recording) -> set[str]:
-        """Names of targets of layers whose kernels compute with something made of them, too."""
+        """Names of targets of layers whose kernels also compute with tensors derived from them."""
         wanted = self._wanted(recording)
         return {full for layer, names in wanted if self._is_processed(layer) for full in names.values()}
 
@@ -175,7 +180,7 @@ class Applier:
         wanted: Sequence[tuple[torch.nn.Module, Mapping[str, str]]],
         update: lazy.Update,
     ) -> bool:
-        """Whether all that is filled is what the layers compute with, as they are outside a reload; or has been processed ahead."""
+        """Whether all filled tensors are those that the layers compute with outside a reload, or have been processed ahead."""
         for layer, names in wanted:
             if self._is_processed(layer):
                 return False
@@ -190,11 +195,11 @@ class Applier:
         recording: lazy.Recording,
         replaced: Collection[str] = (),
     ) -> list[tuple[torch.nn.Module, dict[str, str]]]:
-        """The layers that are to be filled, and for each of their tensors its full name.
+        """The layers to fill, with the full name of each of their tensors.
 
         Args:
-            recording: of the loader.
-            replaced: names of tensors that are left out, as something was made in their place.
+            recording: recording of the loader.
+            replaced: names of tensors that are skipped because they were replaced by processed ones.
         """
         found = []
         for prefix, layer in named_layers(self._model):
@@ -209,7 +214,7 @@ class Applier:
         return found
 
     def _process_attention(self) -> None:
-        """Let attention derive what it does from the weights of other layers, as reloading ends with."""
+        """Let attention layers derive values from the weights of other layers, as at the end of reloading."""
         for layer in self._model.modules():
             if is_deferred(layer):
                 layer.process_weights_after_loading(self._model_config.dtype)
@@ -217,7 +222,7 @@ class Applier:
     def _fill(
         self, layer: torch.nn.Module, fills: Mapping[str, Fill], borrowed: Borrowed, *, alone: bool
     ) -> bool:
-        """Fill one layer, alone if nothing else goes to it; says whether it was done in place."""
+        """Fill one layer, without reloading if possible. Returns whether it was filled in place."""
         if alone and self._is_as_loaded(layer):
             live = _live_tensors(layer)
             for name, fill in fills.items():
@@ -233,7 +238,7 @@ class Applier:
         return False
 
     def _is_as_loaded(self, layer: torch.nn.Module) -> bool:
-        """Whether the tensors that the layer computes with are those that a loader fills."""
+        """Whether a loader fills the same tensors that the layer computes with."""
         if self._is_processed(layer):
             return False
         live, loaded = _live_tensors(layer), watching.own_tensors(layer)
@@ -243,7 +248,7 @@ class Applier:
 
     @contextmanager
     def _watched(self, layer: torch.nn.Module) -> Iterator[None]:
-        """Observe vLLM's processing of a layer, if it happens in the block."""
+        """Observe vLLM's processing of a layer inside the block, if any."""
         method = getattr(layer, "quant_method", None)
         if not isinstance(method, QuantizeMethodBase):
             yield
@@ -275,7 +280,7 @@ def _check_complete(
     wanted: Sequence[tuple[torch.nn.Module, Mapping[str, str]]],
     update: lazy.Update,
 ) -> None:
-    """Refuse an update by which a tensor that was recorded would keep what it has, before anything is filled."""
+    """Refuse, before anything is filled, an update that would leave a recorded tensor unchanged."""
     filled = {full for _, names in wanted for full in names.values()}
     missing = sorted(recording.targets.keys() - filled - update.replaced)
     if missing:
@@ -287,7 +292,7 @@ def _check_complete(
 
 
 def _let_pack_again(method: Any) -> None:
-    """Let vLLM make its CPU kernel of experts again: it packs its weights only then."""
+    """Make vLLM recreate its CPU kernel of experts, because it packs weights only at creation."""
     if current_platform.is_cpu() and getattr(method, "moe_kernel", None) is not None:
         method.moe_kernel = None
 
@@ -297,7 +302,7 @@ def _fill_together(
     recording: lazy.Recording,
     wanted: Sequence[tuple[torch.nn.Module, Mapping[str, str]]],
 ) -> None:
-    """Fill what layers compute with, in one go but for what processing has cast."""
+    """Fill the tensors that layers compute with, in one step, except those that processing has cast."""
     together: watching.Tensors = {}
     for layer, names in wanted:
         own = watching.own_tensors(layer)
@@ -317,7 +322,7 @@ def _filler(update: lazy.Update, recording: lazy.Recording, full: str) -> Fill:
             torch.empty_like(param).copy_(param)
         elif param.dtype == wanted.dtype:
             update.fill({full: param.data})
-        else:  # processing has cast what vLLM leaves in place
+        else:  # processing has cast a tensor that vLLM leaves in place
             loaded = torch.empty_strided(wanted.size, wanted.stride, dtype=wanted.dtype, device=param.device)
             update.fill({full: loaded})
             param.data.copy_(loaded)
@@ -326,7 +331,7 @@ def _filler(update: lazy.Update, recording: lazy.Recording, full: str) -> Fill:
 
 
 def _load(layer: torch.nn.Module, name: str, fill: Fill, borrowed: Borrowed) -> None:
-    """Let vLLM call a function, with the parameter, when it makes the layer anew."""
+    """Make vLLM call a function with the parameter when it recreates the layer."""
     parameter: Any = getattr(layer, name)
     borrowed.append((parameter, dict(vars(parameter))))
     loader = layers.original_loader(getattr(parameter, "weight_loader", None))
@@ -341,7 +346,7 @@ def _load(layer: torch.nn.Module, name: str, fill: Fill, borrowed: Borrowed) -> 
 
 @contextmanager
 def _borrowed_loaders() -> Iterator[Borrowed]:
-    """Parameters whose loaders are replaced meanwhile; vLLM uses the same ones in the next update."""
+    """Parameters whose loaders are temporarily replaced; vLLM reuses the original loaders in the next update."""
     borrowed: Borrowed = []
     try:
         yield borrowed
@@ -352,7 +357,7 @@ def _borrowed_loaders() -> Iterator[Borrowed]:
 
 
 def _live_tensors(layer: torch.nn.Module) -> watching.Tensors:
-    """Tensors that a layer computes with, while it is in the format of checkpoints."""
+    """Tensors that a layer computes with, while it is in checkpoint format."""
     kept = get_layerwise_info(layer).kernel_tensors
     return {**kept[0], **kept[1]} if kept is not None else {}
 

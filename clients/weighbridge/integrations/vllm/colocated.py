@@ -1,7 +1,8 @@
-"""Trainer and vLLM engine on one card, which take turns: one call brings what was trained into the engine that has slept meanwhile.
+"""Trainer and vLLM engine that share a GPU in turns: one call transfers the trained weights to the engine, which slept meanwhile.
 
-The trainer's tensors leave for the service's host memory, and then the card, before the engine's weights get memory there, and these are updated
-before its KV cache does: at no time are two sets of weights, or the trainer and a KV cache, on the card. Needs nothing of vLLM but its `LLM`.
+The trainer's tensors are pushed to the service's host memory and then moved off the GPU before the engine's weights get memory there. The weights are
+updated before the KV cache gets memory. So the GPU never contains two sets of weights, or the trainer and a KV cache. This requires only vLLM's
+`LLM`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from weighbridge.integrations.engine_rank.source import ModelSource
 T = TypeVar("T")
 
 WEIGHTS, CACHE = "weights", "kv_cache"
-"""vLLM's tags of what sleeps."""
+"""vLLM's tags of sleeping memory."""
 _LOOK_SECONDS = 0.004
 
 
@@ -41,8 +42,8 @@ class Part:
     """Part of an update.
 
     Attributes:
-        seconds: that it took.
-        peak_bytes: of the card's memory that were in use at the most meanwhile, by all processes, as seen every few milliseconds; 0 without a card.
+        seconds: its duration.
+        peak_bytes: peak GPU memory used meanwhile by all processes, sampled every few milliseconds; 0 without a GPU.
     """
 
     seconds: float
@@ -54,11 +55,11 @@ class ColocatedUpdate:
     """An update of an engine by a trainer on the same card, part by part.
 
     Attributes:
-        version: number of what the engine serves.
+        version: number of the version that the engine serves.
         push: until the version is complete in the service's memory, and the engine has begun to fetch it.
-        offload: of the trainer's tensors.
+        offload: offload of the trainer's tensors.
         wake_weights: until the engine's weights have memory.
-        update: until they are those of the version.
+        update: until the weights are those of the version.
         wake_cache: until the engine may compute.
     """
 
@@ -81,33 +82,33 @@ class ColocatedUpdate:
 
     @property
     def peak_bytes(self) -> int:
-        """Most memory of the card that was in use."""
+        """Peak GPU memory."""
         return max(part.peak_bytes for part in self.parts.values())
 
 
 class SleepingEngine(Protocol):
-    """An engine that sleeps and wakes up, as `ColocatedEngine` asks it: a `VllmServer`, or an `LlmEngine`."""
+    """An engine that can sleep and wake up, as `ColocatedEngine` requires it: a `VllmServer` or an `LlmEngine`."""
 
     def connect(self) -> None:
-        """Tell it where versions come from, and that it comes back with the one that it had if an update fails."""
+        """Set its source of versions, and make it restore its previous version if an update fails."""
 
     def serving(self) -> Serving:
         """Version that the engine serves."""
 
     def begin(self, version: int) -> object:
-        """Begin to bring a version to its machine."""
+        """Begin to fetch a version to its machine."""
 
     def discard(self) -> None:
-        """Give back what was brought."""
+        """Release the fetched version."""
 
     def apply(self, version: int, label: str) -> None:
-        """Bring a version to its parameters."""
+        """Write a version into its parameters."""
 
     def sleep(self, level: int) -> None:
-        """Give back the card's memory."""
+        """Release GPU memory."""
 
     def wake_up(self, *tags: str) -> None:
-        """Get memory of the card again."""
+        """Allocate GPU memory again."""
 
 
 class LlmEngine:
@@ -116,7 +117,7 @@ class LlmEngine:
     Args:
         llm: started with ``enable_sleep_mode``, and ``load_format="weighbridge"`` or that backend of weight transfer.
         source: where versions come from.
-        stale_drafter: policy for versions that leave its drafter behind; None leaves what it was started with.
+        stale_drafter: policy for versions that leave its drafter behind; None keeps its start setting.
     """
 
     def __init__(self, llm: Any, source: ModelSource, stale_drafter: StaleDrafter | None = None) -> None:
@@ -125,10 +126,10 @@ class LlmEngine:
         self._more = {"when_asleep": WAIT, **({"stale_drafter": stale_drafter} if stale_drafter else {})}
 
     def connect(self) -> None:
-        """Tell all workers where versions come from.
+        """Send all workers the source of versions.
 
         Raises:
-            FailedPrecondition: a worker cannot take them; says why.
+            FailedPrecondition: a worker cannot load them; states why.
         """
         self._ask("connect", json.dumps({**self._source.init_info, **self._more}))
 
@@ -139,25 +140,25 @@ class LlmEngine:
         return serving_of(ranks, self._source.model)
 
     def begin(self, version: int) -> None:
-        """Ask all workers to prepare a version; it returns at once."""
+        """Request all workers to prepare a version; returns immediately."""
         self._ask("prepare", str(version))
 
     def discard(self) -> None:
-        """Ask all workers to give back what they have prepared."""
+        """Request all workers to release their prepared version."""
         self._ask("discard")
 
     def apply(self, version: int, label: str) -> None:
-        """Bring a version to the parameters, and name it in answers, which vLLM 0.24 does not support."""
+        """Write a version into the parameters, and report it in responses, which vLLM 0.24 does not support."""
         self._ask("apply", str(version))
         if hasattr(self._llm, "update_weight_version"):
             self._llm.update_weight_version(label)
 
     def sleep(self, level: int) -> None:
-        """Give back the card's memory."""
+        """Release GPU memory."""
         self._llm.sleep(level=level)
 
     def wake_up(self, *tags: str) -> None:
-        """Get memory of the card again."""
+        """Allocate GPU memory again."""
         self._llm.wake_up(tags=list(tags))
 
     def _ask(self, method: str, *arguments: str) -> Sequence[Mapping[str, Any]]:
@@ -167,21 +168,21 @@ class LlmEngine:
 
 
 class ColocatedEngine:
-    """An engine that shares its card with the ranks of a trainer.
+    """An engine that shares its GPU with the ranks of a trainer.
 
-    All ranks make the same calls. Those of an engine of several ranks, whose workers are in the trainer's processes, each give their own `LLM`.
+    All ranks make the same calls. If an engine has several ranks whose workers are in the trainer's processes, each rank passes its own `LLM`.
 
     Args:
-        engine: a `vllm.LLM` of this process, or the URL of a server; None on ranks of the trainer that have none.
+        engine: a `vllm.LLM` of this process, or the URL of a server; None on ranks of the trainer without an engine.
         model: ``namespace/name``.
         server: the service's gRPC address, as the engine reaches it.
-        lane: how weights travel to the engine; None leaves what it was started with.
-        stale_drafter: policy for versions that leave the engine's drafter behind: ``refuse`` or ``allow``; None leaves what it was started with.
-            With level 2 a drafter of its own is lost.
+        lane: how weights travel to the engine; None keeps its start setting.
+        stale_drafter: policy for versions that leave the engine's drafter behind: ``refuse`` or ``allow``; None keeps its start setting. With level
+            2, a drafter that is a separate model is lost.
         level: of its sleep. With 2 its weights are discarded, which costs no host memory and no time: the service has them. With 1 vLLM keeps
             them: for engines with parameters that no version fills.
-        ranks: of the trainer, if there are several: `weighbridge.integrations.engine_rank.agreement.ProcessGroup`, of gloo.
-        memory: bytes of the card that are in use; by default as CUDA says.
+        ranks: ranks of the trainer, if there are several: a `weighbridge.integrations.engine_rank.agreement.ProcessGroup` of gloo.
+        memory: returns the used bytes of the GPU; by default from CUDA.
     """
 
     def __init__(
@@ -205,19 +206,20 @@ class ColocatedEngine:
         self._memory = memory
 
     def update(self, push: Callable[[], PushHandle], offload: Callable[[], object]) -> ColocatedUpdate:
-        """Push what was trained, take the trainer's tensors off the card, and let the engine come back with the version. Collective.
+        """Push the trained weights, move the trainer's tensors off the GPU, and wake the engine up with the version. Collective.
 
-        If it fails before the engine has woken up, the engine sleeps on, with what it had. If it fails later, the engine is put to sleep again, and
-        the trainer can take the card. Its next wake-up brings the version that it had, or fails if that is no longer available.
+        If this fails before the engine has woken up, the engine continues to sleep with its previous version. If it fails later, the engine is put to
+        sleep again, and the trainer can use the GPU. The engine's next wake-up restores its previous version, or fails if that is no longer
+        available.
 
         Args:
-            push: pushes this rank's tensors, as ``partial(client.push_state_dict, "acme/policy", module, step=7)``.
-            offload: takes the trainer's tensors off the card; what torch keeps of their memory is then given back here. They may be changed again.
+            push: pushes this rank's tensors, for example ``partial(client.push_state_dict, "acme/policy", module, step=7)``.
+            offload: moves the trainer's tensors off the GPU; this method then releases torch's cached memory. The tensors may be changed again.
 
         Raises:
             VersionFailed: the version could not be completed.
-            FailedPrecondition: the engine could not take it; says what it has.
-            RanksFailed: one of these, on another rank.
+            FailedPrecondition: the engine could not load it; states the engine's version.
+            RanksFailed: one of these errors occurred on another rank.
         """
         try:
             number, pushed = self._part(partial(self._push, push))
@@ -243,7 +245,7 @@ class ColocatedEngine:
         return ColocatedUpdate(number, pushed, offloaded, woken, updated, computing)
 
     def sleep(self) -> None:
-        """Let the engine sleep, before the trainer takes the card."""
+        """Put the engine to sleep before the trainer uses the GPU."""
         self._together(partial(self._ask, SleepingEngine.sleep, self._level))
 
     def _push(self, push: Callable[[], PushHandle]) -> int:
@@ -260,8 +262,8 @@ class ColocatedEngine:
             raise
 
     def _sleep_again(self) -> str:
-        """Put an engine that may be half awake to sleep. Returns a text about the outcome."""
-        self._quietly(SleepingEngine.wake_up, CACHE)  # vLLM 0.24 lets only engines sleep that are awake
+        """Put an engine that may be half awake to sleep. Returns a message about the outcome."""
+        self._quietly(SleepingEngine.wake_up, CACHE)  # vLLM 0.24 can put only awake engines to sleep
         try:
             self._ask(SleepingEngine.sleep, self._level)
         except Exception as error:
@@ -273,7 +275,7 @@ class ColocatedEngine:
         return f"the engine was put to sleep again, with {had}"
 
     def _ask(self, method: Callable[..., T], *arguments: Any) -> T | None:
-        """Ask the engine, where there is one."""
+        """Call the engine, if there is one on this rank."""
         if self._engine is None:
             return None
         found: T = getattr(self._engine, method.__name__)(*arguments)
@@ -292,7 +294,7 @@ class ColocatedEngine:
         return found, Part(time.monotonic() - started, peak.nbytes)
 
     def _together(self, step: Callable[[], T]) -> T:
-        """Result of a step on this rank, once all ranks have taken it. Raises this rank's error, or that another rank has failed."""
+        """Result of a step on this rank, once all ranks have run it. Raises this rank's error, or the failure of another rank."""
         if self._ranks.size == 1:
             return step()
         try:
@@ -303,13 +305,13 @@ class ColocatedEngine:
 
 
 class Peak:
-    """Most memory that is in use while the context lasts.
+    """Peak memory use during the context.
 
     Args:
-        memory: bytes that are in use now; called in another thread, every few milliseconds, and at the end.
+        memory: returns the bytes in use; called in another thread every few milliseconds, and at the end.
 
     Attributes:
-        nbytes: the most that was seen.
+        nbytes: the observed peak.
     """
 
     def __init__(self, memory: Callable[[], int]) -> None:
@@ -319,7 +321,7 @@ class Peak:
         self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
 
     def __enter__(self) -> Self:
-        """Begin to look."""
+        """Begin sampling."""
         self._look()
         self._thread.start()
         return self
@@ -327,7 +329,7 @@ class Peak:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Look for the last time."""
+        """Take the last sample."""
         self._ended.set()
         self._thread.join()
         self._look()
@@ -341,7 +343,7 @@ class Peak:
 
 
 def used_bytes(card: int | None = None) -> int:
-    """Bytes of a card that are in use, by all processes; of the calling thread's if none is named. 0 if this process uses none."""
+    """Used bytes of a GPU, by all processes; of the calling thread's GPU if none is named. 0 if this process uses no GPU."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
         return 0
     free, total = torch.cuda.mem_get_info(card)
@@ -349,17 +351,17 @@ def used_bytes(card: int | None = None) -> int:
 
 
 def move(module: torch.nn.Module, device: torch.device | str, optimizer: Any = None) -> None:
-    """Move a module, also one of FSDP2, and what its optimizer keeps to another device: off the card, or back.
+    """Move a module (FSDP2 is supported) and its optimizer state to another device: off the GPU, or back.
 
     Args:
-        module: whose parameters stay the same objects.
-        device: such as ``cpu`` or ``cuda``.
+        module: the module; its parameters stay the same objects.
+        device: target, such as ``cpu`` or ``cuda``.
         optimizer: a `torch.optim.Optimizer` of the module.
     """
     module.to(device)
     for state in () if optimizer is None else optimizer.state.values():
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim():  # counts of steps stay where they are
+            if isinstance(value, torch.Tensor) and value.dim():  # step counts are not moved
                 state[name] = value.to(device)
 
 
@@ -374,7 +376,7 @@ def _engine(
 
 
 def _card() -> int | None:
-    """Card of the calling thread, which others do not inherit."""
+    """GPU of the calling thread; other threads do not inherit it."""
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's own
 
 

@@ -1,4 +1,4 @@
-"""Places outside a vLLM engine where results of its weights stay, though its own caches are emptied at each update. Pure."""
+"""Places outside a vLLM engine where results of old weights persist, although each update empties the engine's own caches. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _KEEPING = frozenset(
         "ExampleConnector",
     }
 )
-"""KV connectors that find a block by its tokens alone and have no `reset_cache`, so that vLLM's pause leaves what they keep (vLLM 0.24 to 0.32)."""
+"""KV connectors that look up a block only by its tokens and have no `reset_cache`, so that vLLM's pause does not clear them (vLLM 0.24 to 0.32)."""
 
 
 def check_updatable(configuration: Any) -> None:
-    """Refuse updates of an engine whose answers would still come from old weights in part.
+    """Refuse updates of an engine whose responses would still be computed from old weights in part.
 
     Args:
         configuration: the engine's ``VllmConfig``.
@@ -45,7 +45,7 @@ def check_updatable(configuration: Any) -> None:
 
 
 def _connectors(kv_transfer_config: Any) -> Iterator[str]:
-    """Names of all KV connectors of an engine: of MultiConnector, those that it is made of."""
+    """Names of all KV connectors of an engine. For MultiConnector, the names of its parts."""
     if kv_transfer_config is None:
         return
     yield str(kv_transfer_config.kv_connector)

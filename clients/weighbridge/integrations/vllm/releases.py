@@ -1,7 +1,7 @@
-"""Names by which vLLM, from 0.24 to the newest release, has what the plug-in needs: the one place where releases differ.
+"""Names, in vLLM from 0.24 to the newest release, of the functions that the plug-in needs. Only this module depends on the release.
 
-What a release has is seen by looking for it, not by its number. What vLLM 0.24 does not tell a transfer engine is found out by two functions of
-its that `remember_models` and `leave_models_whole` wrap; newer releases are left as they are.
+Features are detected by their presence, not by the release number. vLLM 0.24 does not pass all required information to a transfer engine;
+`remember_models` and `leave_models_whole` wrap two of its functions to obtain it. Newer releases are not changed.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ logger = init_logger(f"vllm.plugins.{__name__}")
 
 _CONFIGURATION = "_weighbridge_vllm_config"
 _drafters: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
-"""Models that vLLM has loaded in this process to draft for others, with vLLM's configuration of each."""
+"""Drafters that vLLM has loaded in this process, with vLLM's configuration of each."""
 
 LEFT_IN_PLACE: frozenset[str] = frozenset(
     meta.SKIP_LOAD_TENSORS if hasattr(meta, "SKIP_LOAD_TENSORS") else meta.SKIP_TENSORS  # 0.24
 )
-"""Names of tensors that layerwise reloading neither makes anew nor counts."""
+"""Names of tensors that layerwise reloading neither recreates nor counts."""
 
 NOT_MADE_ANEW: frozenset[str] = frozenset(getattr(meta, "SKIP_TENSORS", LEFT_IN_PLACE))
 """Names of tensors that stay in place while layers are reloaded."""
 
 
 def is_deferred(layer: torch.nn.Module) -> bool:
-    """Whether vLLM processes a layer after all others, as it does attention."""
+    """Whether vLLM processes a layer after all others, such as attention."""
     if hasattr(attention, "is_deferred_attention_layer"):
         return bool(attention.is_deferred_attention_layer(layer))
     return isinstance(layer, (attention.Attention, attention.MLAAttention))  # 0.24
 
 
 def put_back(layer: torch.nn.Module) -> None:
-    """Give a layer that was to be reloaded what its kernels have read before.
+    """Restore the tensors that the kernels of a layer read before a reload.
 
-    As the end of a reload does with layers that got no weights; but those which weights may go to, and do not, are warned of there, and the others
-    are forgotten by vLLM 0.24.
+    The end of a reload does the same with layers that received no weights. But it logs a warning for layers that could have received weights, and
+    vLLM 0.24 skips the others.
     """
     info = layerwise.get_layerwise_info(layer)
     if info.kernel_tensors is not None:
@@ -60,23 +60,23 @@ def put_back(layer: torch.nn.Module) -> None:
 
 
 def track(loader: Any, model: torch.nn.Module, loaded: set[str], quantized: bool) -> None:
-    """Have vLLM raise if parameters got no weights, unless the model is quantized in a way that leaves some without."""
+    """Make vLLM raise if parameters received no weights, unless the model's quantization leaves some without."""
     asked = inspect.signature(loader.track_weights_loading).parameters
     if "quantized" in asked:
         loader.track_weights_loading(model, loaded, quantized=quantized)
-    elif not quantized:  # 0.31: only such models are asked
+    elif not quantized:  # 0.31: only such models are checked
         loader.track_weights_loading(model, loaded)
 
 
 def reset_adapters(model_runner: Any) -> None:
-    """Have vLLM forget what it keeps of LoRA adapters beside the weights, if it does."""
+    """Make vLLM drop its state of LoRA adapters, if it keeps any in addition to the weights."""
     if hasattr(model_runner, "reset_lora_state"):  # not in 0.24
         model_runner.reset_lora_state()
 
 
 def remember_models() -> None:
-    """Keep with each model that is loaded the engine's configuration, where a transfer engine is not given it, and see drafters: a transfer engine
-    is given none.
+    """Store the engine's configuration with each loaded model, if transfer engines do not receive it, and record drafters, which transfer engines
+    never receive.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -99,12 +99,12 @@ def remember_models() -> None:
 def drafting(vllm_config: Any) -> Drafting:
     """Drafter of the engine that has this configuration, in this process.
 
-    A drafter that vLLM has read from where it has read the policy is a part of the policy's versions, as layers of multi-token prediction are; any other is
-    a model of its own. With pipeline stages, the last one has it; the others have nothing for it to fill.
+    If vLLM loaded the drafter from the same place as the policy, it is a part of the policy's versions, such as layers of multi-token prediction;
+    otherwise it is a separate model. With pipeline stages, only the last stage has the drafter.
     """
     speculative: Any = getattr(vllm_config, "speculative_config", None)
     config: Any = getattr(speculative, "draft_model_config", None)
-    if getattr(config, "runner_type", "") != "draft":  # none, or the policy's own, as of n-grams
+    if getattr(config, "runner_type", "") != "draft":  # no drafter, or one without a model, such as n-grams
         return Drafting()
     name = f"the drafter {config.model} ({speculative.method})"
     target = vllm_config.model_config
@@ -119,11 +119,11 @@ def configuration(model: torch.nn.Module, given: Any) -> Any:
     """The engine's configuration.
 
     Args:
-        model: that it has.
-        given: to the transfer engine, the configuration or a part of it.
+        model: its model.
+        given: the configuration, or a part of it, that the transfer engine received.
 
     Raises:
-        FailedPrecondition: vLLM has loaded the model in a way that `remember_models` does not see.
+        FailedPrecondition: vLLM has loaded the model in a way that `remember_models` does not observe.
     """
     found = given if isinstance(given, VllmConfig) else getattr(model, _CONFIGURATION, None)
     if found is None:
@@ -135,7 +135,10 @@ def configuration(model: torch.nn.Module, given: Any) -> Any:
 
 
 def leave_models_whole() -> None:
-    """Let sessions of updates leave the model in this process as it is. vLLM 0.24 begins a reload in each, while the model may still compute."""
+    """Prevent update sessions from changing the model in this process.
+
+    vLLM 0.24 begins a reload in each session, while the model may still compute.
+    """
     from vllm.v1.worker.gpu_worker import Worker
 
     start = Worker.start_weight_update
@@ -144,16 +147,16 @@ def leave_models_whole() -> None:
 
     @wraps(start)
     def start_weight_update(self: Any, is_checkpoint_format: bool = True) -> None:
-        del is_checkpoint_format  # in any case, the engine reloads what is needed once it has all bytes
+        del is_checkpoint_format  # either way, the engine reloads what is needed once it has all bytes
         start(self, is_checkpoint_format=False)
 
     Worker.start_weight_update = start_weight_update
 
 
 def hear_all_engines() -> None:
-    """Let an API server answer for all engines behind it, where vLLM's client of engines is as in the releases that are known.
+    """Make an API server respond for all engines behind it, if vLLM's client of engines has the form of a known release.
 
-    Only where this process makes an engine. If it is another one, agents see that not all engines answer, and say so.
+    Only in a process that creates an engine. If the form is unknown, agents detect and report that not all engines respond.
     """
     from vllm.v1.engine import core_client
 
@@ -172,11 +175,11 @@ def hear_all_engines() -> None:
 def empty_caches_after_updates(backend: str) -> None:
     """Make each engine empty its caches after every call that may have changed the parameters of its workers.
 
-    Running requests are computed anew by the new weights. What multimodal processors have made of inputs stays: it depends on no weights.
-    Only where the engine's core is imported: other processes have none.
+    Running requests are recomputed with the new weights. Results of multimodal processors stay, because they do not depend on weights. Applies only
+    if the engine's core is imported: other processes have no core.
 
     Args:
-        backend: of weight transfer; engines with another one are left as they are.
+        backend: backend of weight transfer; engines with a different one are not changed.
     """
     core = _engine_core()
     if core is None or hasattr(core.collective_rpc, "__wrapped__"):
@@ -189,7 +192,7 @@ def empty_caches_after_updates(backend: str) -> None:
     ) -> Any:
         try:
             return call(self, method, timeout, args, kwargs)
-        finally:  # a failed update may have touched parameters, too
+        finally:  # a failed update may have changed parameters too
             transfer = self.vllm_config.weight_transfer_config
             ours = transfer is not None and transfer.backend == backend
             if ours and engines.changes_parameters(engines.Call(method, timeout, args, kwargs)):
@@ -199,13 +202,13 @@ def empty_caches_after_updates(backend: str) -> None:
 
 
 def watch_sleep(backend: str, bring: Bring) -> None:
-    """Make wake-ups of each engine bring the version that waits. Only where the engine's core is imported: other processes have none.
+    """Make wake-ups of each engine apply the waiting version. Applies only if the engine's core is imported: other processes have no core.
 
-    To be called after `empty_caches_after_updates`: both wrap the core's calls of workers.
+    Call this after `empty_caches_after_updates`: both wrap the core's calls to workers.
 
     Args:
-        backend: of weight transfer; engines with another one are left as they are.
-        bring: is called in each worker.
+        backend: backend of weight transfer; engines with a different one are not changed.
+        bring: called in each worker.
     """
     core = _engine_core()
     if core is not None:
@@ -218,7 +221,7 @@ def _engine_core() -> Any:
 
 
 def _forget_results(core: Any) -> None:
-    """Empty an engine's caches of results. A failure is logged, not raised: the caller gets the result or the error of the update itself."""
+    """Empty an engine's caches of results. A failure is logged, not raised: the caller receives the result or the error of the update itself."""
     prefixes = partial(core.reset_prefix_cache, reset_running_requests=True, reset_connector=True)
     for what, forget in (("prefixes", prefixes), ("encoders", core.reset_encoder_cache)):
         try:
@@ -243,12 +246,12 @@ def place_of(worker: Any) -> dict[str, int]:
 
 
 def label_first_version(label_of: Callable[[VllmConfig], str]) -> None:
-    """Let an engine give its clients the label of its first version, where vLLM calls it ``default`` until a label is set.
+    """Make an engine report the label of its first version to its clients; vLLM reports ``default`` until a label is set.
 
-    Only where the engine's core is imported: other processes have none. vLLM 0.24 gives clients no version.
+    Applies only if the engine's core is imported: other processes have no core. vLLM 0.24 does not report versions to clients.
 
     Args:
-        label_of: gives the version's label; empty if the weights came from elsewhere.
+        label_of: returns the version's label; empty if the weights came from another source.
     """
     core = _engine_core()
     if core is None or hasattr(core._initialize_kv_caches, "__wrapped__"):

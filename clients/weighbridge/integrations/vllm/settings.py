@@ -1,4 +1,4 @@
-"""Settings of where weights come from: what a user of vLLM writes into ``--model-loader-extra-config``."""
+"""Settings for the source of weights, from vLLM's option ``--model-loader-extra-config``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Settings(ModelSource):
 
     Attributes:
         version: a number or a ref.
-        card_share: part of the weights, from 0 to 1, for which memory of the card is reserved at the start, so that new versions are brought to the
-            card before the engine is paused; None for all of them where that leaves half of the card's memory, and none elsewhere.
+        card_share: fraction of the weights, from 0 to 1, for which GPU memory is reserved at the start, so that new versions are staged on the GPU
+            before the engine is paused; None for all of them if that leaves half of the GPU memory, otherwise for none.
         stale_drafter: policy for updates that leave the drafter of speculative decoding behind: ``refuse`` or ``allow``.
-        draft: model of the service that the drafter of speculative decoding is loaded from, as ``acme/smol-eagle``, or a ref or version of it, as
-            ``acme/smol-eagle@5``; empty for a drafter from elsewhere.
+        draft: model of the service that the drafter of speculative decoding is loaded from, such as ``acme/smol-eagle``, or a ref or version of it,
+            such as ``acme/smol-eagle@5``; empty for a drafter from another source.
     """
 
     version: str = "latest"
@@ -33,7 +33,7 @@ class Settings(ModelSource):
 
     @staticmethod
     def of(given: Mapping[str, Any], model: str) -> Settings:
-        """The settings in an extra config, of a model if they do not name one. Raises InvalidArgument as `ModelSource.read`."""
+        """The settings in an extra config, for the given model if they do not name one. Raises InvalidArgument as `ModelSource.read`."""
         said = {"model": model, **given}
         if type(said.get("version")) is int:
             said["version"] = str(said["version"])
@@ -47,24 +47,24 @@ class Settings(ModelSource):
 
     @property
     def source(self) -> ModelSource:
-        """The same without the version."""
+        """The source: these settings without the version."""
         return ModelSource(self.model, self.server, self.lane, self.retry_seconds)
 
     @property
     def of_drafter(self) -> Settings:
-        """Settings by which the drafter is loaded."""
+        """Settings for loading the drafter."""
         named = parse_reference(self.draft, need_version=False)
         return replace(self, model=named.model, version=named.version or REF_LATEST, draft="")
 
     def write(self) -> dict[str, Any]:
-        """As an extra config that `of` reads."""
+        """These settings as an extra config that `of` can parse."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 def source_for(
     known: ModelSource | None, model: str | None, server: str | None, lane: str | None
 ) -> ModelSource | None:
-    """Source of versions: the known one, with the arguments in place of its values; None if no model is known."""
+    """Source of versions: the known one, with its values overridden by the arguments; None if no model is known."""
     if model is not None and (known is None or known.model != model):
         known = ModelSource(model)
     return known and replace(known, server=server or known.server, lane=lane or known.lane)

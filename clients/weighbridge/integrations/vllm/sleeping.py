@@ -1,7 +1,7 @@
-"""Sleep of a vLLM engine, as its core goes through it: a wake-up brings the version that waits, and nothing is computed without memory.
+"""Sleep of a vLLM engine, in its core: a wake-up applies the waiting version, and the engine does not compute without memory.
 
-vLLM's core maps the memory of weights and KV cache again, by tags, and lets requests go on when both have it. `Watch` wraps the functions by which
-it does so. Needs nothing of vLLM but its core, as `Core`.
+vLLM's core maps the memory of weights and KV cache again, by tags, and resumes requests when both have memory. `Watch` wraps the functions that do
+this. It requires only vLLM's core, as `Core`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from weighbridge.errors import FailedPrecondition
 log = logging.getLogger(f"vllm.plugins.{__name__}")
 
 _WEIGHTS, _CACHE = "weights", "kv_cache"
-"""vLLM's tags of what sleeps."""
+"""vLLM's tags of sleeping memory."""
 _DISCARDS = 2
-"""Level of sleep from which on weights are not kept in host memory."""
+"""Level of sleep from which weights are not kept in host memory."""
 _LOST, _UNSETTLED = "_weighbridge_lost", "_weighbridge_unsettled"
-"""Attributes of a core: whether sleep has discarded the weights; whether it has slept, and what it is to serve has not been seen to since."""
+"""Attributes of a core: whether sleep has discarded the weights; whether it has slept and its version has not been settled since."""
 
 
 class Executor(Protocol):
@@ -46,11 +46,11 @@ Bring = Callable[[Any, bool, bool], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Watch:
-    """Watch over the sleep of engines.
+    """Hooks for the sleep of engines.
 
     Attributes:
-        backend: of weight transfer; engines with another one are left as they are.
-        bring: is called in each worker.
+        backend: backend of weight transfer; engines with a different one are not changed.
+        bring: called in each worker.
         forget: empties the caches of a core.
     """
 
@@ -59,7 +59,7 @@ class Watch:
     forget: Callable[[Any], None]
 
     def begin(self, core: Any) -> None:
-        """Wrap the methods of vLLM's class of the engine's core, and of its subclasses. Doing it twice is doing it once."""
+        """Wrap the methods of vLLM's class of the engine's core, and of its subclasses. Idempotent."""
         if hasattr(core.wake_up, "__wrapped__"):
             return
         self._wrap_sleep(core)
@@ -72,21 +72,21 @@ class Watch:
                 self._wrap_resume(each)
 
     def settle(self, core: Core, *, last: bool) -> None:
-        """Bring what is to be brought before an engine goes on, now that its weights have memory.
+        """Apply pending versions before an engine resumes, now that its weights have memory.
 
         Args:
-            core: of the engine.
-            last: whether it goes on after this.
+            core: core of the engine.
+            last: whether it resumes after this.
 
         Raises:
-            FailedPrecondition: it serves no version, and was to come back with one; says why. Called again, it tries again.
+            FailedPrecondition: the engine should have a version but serves none; states why. Another call retries.
         """
         lost = bool(getattr(core, _LOST, False))
         answers = [each for each in core.model_executor.collective_rpc(self.bring, args=(lost, last)) if each]
         setattr(core, _LOST, False)
         if any(each["changed"] for each in answers):
             self.forget(core)
-        # one that failed may be named already, by `finish_weight_update`
+        # `finish_weight_update` may already have set the label of a failed version
         served = {each["served"] for each in answers if each["changed"] or each["failed"]}
         if len(served) == 1 and hasattr(core, "_weight_version"):  # not in 0.24
             core._weight_version = served.pop() or "default"
@@ -117,7 +117,7 @@ class Watch:
                 ends_later = original(self, level, *args, **kwargs)
                 return ends_later
             finally:
-                # it could not sleep, or does not while a part of it does, as in 0.24
+                # sleep failed, or is not reported while a part sleeps, as in 0.24
                 if ends_later is None and _WEIGHTS not in self.model_executor.sleeping_tags:
                     setattr(self, _LOST, lost)
 
@@ -140,7 +140,7 @@ class Watch:
         core.wake_up = wake_up
 
     def _wrap_calls(self, core: Any) -> None:
-        """For callers that put workers to sleep themselves, and wake them, by calls that the core does not look into."""
+        """For callers that put workers to sleep and wake them directly, through calls that the core does not inspect."""
         watch, original = self, core.collective_rpc
 
         @wraps(original)
@@ -164,7 +164,7 @@ class Watch:
         @wraps(original)
         def pause_scheduler(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self.model_executor.sleeping_tags and watch._is_ours(self):
-                return None  # it stands still, its caches are empty, and another mode of pausing may let it compute
+                return None  # it is paused, its caches are empty, and another pause mode may let it compute
             return original(self, *args, **kwargs)
 
         core.pause_scheduler = pause_scheduler
@@ -188,7 +188,7 @@ class Watch:
 
 
 def _names(tags: Collection[str] | None, tag: str) -> bool:
-    """Test whether tags of a wake-up name one; all are named if none is."""
+    """Test whether tags of a wake-up include one; without tags, all are included."""
     return not tags or tag in tags
 
 

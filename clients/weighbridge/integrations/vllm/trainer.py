@@ -1,4 +1,4 @@
-"""Trainer's side of vLLM's weight transfer: `send_weights` makes a version, which engines with the weight-transfer engine ``weighbridge`` pull.
+"""Trainer's side of vLLM's weight transfer: `send_weights` creates a version, which engines with the weight-transfer engine ``weighbridge`` pull.
 
 Importing it registers it with vLLM's ``WeightTransferTrainerFactory``.
 """
@@ -33,25 +33,24 @@ T = TypeVar("T")
 
 @dataclass
 class WeighbridgeTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM is seen as untyped
-    """Settings of where weights go, and the rank of this process in the trainer (``rank``, by keyword).
+    """Settings for the destination of weights, and the rank of this process in the trainer (``rank``, by keyword).
 
     Attributes:
         model: ``namespace/name``.
-        server: ``host:port`` of the service's gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
+        server: ``host:port`` of the service's gRPC endpoint; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
         engine_server: how engines reach the service, if not as the trainer does.
         hf_dir: folder with ``config.json`` and the tokenizer, by which rank 0 registers the model; not needed if it is registered.
-        dtype: that it is registered with, such as ``bf16``; by default what the folder says.
+        dtype: dtype to register the model with, such as ``bf16``; by default the dtype in the folder's config.
         run: name of the training run; part of the versions' lineage.
-        ranks: number of the trainer's ranks that push. With 1, rank 0 pushes, and the others discard what they gather. With all of
-            them, each pushes its share of each tensor, which all of them are given; or the tensors that the source's ``held_names``
-            names.
-        group: of torch.distributed, over host memory, of the ranks that push: what one of them raises is raised on all. By default the default group,
-            if it has as many ranks; without one each rank raises its own errors, and they find each other by the number of the send.
+        ranks: number of the trainer's ranks that push. With 1, rank 0 pushes, and the others discard the gathered tensors. With all ranks, all
+            receive each tensor and push their share of it; or each pushes the tensors in the source's ``held_names``.
+        group: process group, over host memory, of the ranks that push: an error on one of them is raised on all. By default the default group, if its
+            size matches. Without a group, each rank raises only its own errors, and the ranks identify an update by the number of the send.
         cast: which casts to the registered dtype a push may make, as for `TrainerClient.push_state_dict`.
         lane: how weights travel: ``grpc``, ``local`` or ``auto``.
-        buffer_bytes: host memory of a rank for what is sent by gRPC.
-        retry_seconds: how long to keep trying when the service cannot be reached.
-        stale_drafter: policy for updates that leave the engines' drafter behind: ``refuse`` or ``allow``; None leaves what they were started with.
+        buffer_bytes: host memory of a rank for data that is sent by gRPC.
+        retry_seconds: how long to retry while the service is unreachable.
+        stale_drafter: policy for updates that leave the engines' drafter behind: ``refuse`` or ``allow``; None keeps their start setting.
     """
 
     backend: ClassVar[str] = NAME
@@ -75,8 +74,8 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
     """One rank of a trainer.
 
     Args:
-        init_info: says where weights go.
-        client: of the engines, as vLLM's; called by rank 0.
+        init_info: destination of weights.
+        client: vLLM's client of the engines; called by rank 0.
         source: the weights.
 
     Attributes:
@@ -99,13 +98,13 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
     def trainer_init(
         cls, init_info: WeighbridgeTrainerInitInfo, *, client: Any, source: Any = None
     ) -> WeighbridgeTrainerEngine:
-        """Register the model, if that is asked for, and give the engines the source of versions.
+        """Register the model, if configured, and give the engines the source of versions.
 
         Raises:
-            InvalidArgument: there is no source, or the group is not that of the ranks that push.
-            EngineFailed: the engines refuse it; says why.
+            InvalidArgument: no source was given, or the group does not consist of the ranks that push.
+            EngineFailed: the engines refuse; states why.
             NotFound: the model is not registered.
-            RanksFailed: one of these, on another rank; says which.
+            RanksFailed: one of these errors occurred on another rank; states which.
         """
         if source is None:
             raise InvalidArgument(
@@ -117,21 +116,21 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
         return engine
 
     def send_weights(self) -> None:
-        """Push the source's weights as a version; rank 0 then brings the engines to exactly that one.
+        """Push the source's weights as a version; rank 0 then updates the engines to exactly that version.
 
-        The source is iterated to its end in any case, since ranks gather together.
+        The source is always iterated to its end, because ranks gather together.
 
         Raises:
             As `TrainerClient.push_gathered`, and:
-            VersionFailed: the version could not be completed; no engine was touched.
-            EngineFailed: the engines could not be brought to it, and keep the weights that they have; says why.
-            RanksFailed: one of these, on another rank; says which.
+            VersionFailed: the version could not be completed; no engine was changed.
+            EngineFailed: the engines could not be updated, and keep their weights; states why.
+            RanksFailed: one of these errors occurred on another rank; states which.
         """
         if self._info.rank >= self._info.ranks:
             for _ in self.source:
                 pass
             return
-        self._sent += 1  # before anything can fail: ranks without a group find each other by this number
+        self._sent += 1  # before anything can fail: ranks without a group identify the update by this number
         with taken_to_the_end(self.source):
             held = self._together(self._held)
             update = self._update()
@@ -143,8 +142,8 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
         self._sender.close()
 
     def _together(self, step: Callable[[], T]) -> T:
-        """Result of a step on this rank. If the step fails on a rank that pushes, all ranks raise, if they can reach each other; that
-        rank raises its own error.
+        """Result of a step on this rank. If the step fails on a rank that pushes, that rank raises its own error, and all other ranks raise too if
+        they share a group.
         """
         if self._ranks is None:
             return step()
@@ -155,7 +154,7 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
         raise raised
 
     def _introduce(self) -> None:
-        """Tell engines where versions will come from, or wait until rank 0 has registered the model."""
+        """Send engines the source of versions, or wait until rank 0 has registered the model."""
         info = self._info
         if not info.is_sender:
             self._sender.wait_registered(info.retry_seconds)
@@ -164,11 +163,14 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
         self._ask("init_weight_transfer_engine", self._settings.init_info)
 
     def _held(self) -> Collection[str] | None:
-        """Names of the tensors that this rank is given; None if all are given all."""
+        """Names of the tensors that this rank receives; None if all ranks receive all tensors."""
         return None if self._info.ranks == 1 else self.source.held_names()
 
     def _update(self) -> Update | None:
-        """The update that this send is, as rank 0 says on all ranks; None if it cannot. A restarted trainer would find a version of its number."""
+        """The update of this send, broadcast by rank 0; None if it cannot be.
+
+        The number alone would match a version from before a restart of the trainer.
+        """
         mine = Update.new() if self.is_sender else None
         if self._info.ranks == 1:
             return mine
@@ -191,39 +193,40 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
         return self.pushed.wait(VersionState.READY).number
 
     def _given(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that this rank is given; in the place of those that others hold, a source has None."""
+        """The tensors that this rank receives. A source contains None for tensors of other ranks."""
         for name, tensor in self.source:
             if tensor is not None:
                 yield name, tensor
 
     def _bring(self, number: int) -> None:
-        """Have engines take the version, if this is rank 0."""
+        """Make engines update to the version, if this is rank 0."""
         if not self.is_sender:
             return
         try:
             self._ask("start_weight_update")
             self._take(number)
-        except BaseException:  # a start whose answer was lost has begun, too
+        except BaseException:  # a start whose response was lost has begun too
             with suppress(EngineFailed):  # vLLM requires it before the next update, and raises
                 self._ask("finish_weight_update")
             raise
         self._ask("finish_weight_update", label(self._info.model, number))
 
     def _take(self, number: int) -> None:
-        """Have all engines behind the client take the version, or none: none changes before all have all bytes, and those that have go back if
-        one cannot."""
+        """Update all engines behind the client to the version, or none: no engine changes before all have all bytes, and updated engines roll back if
+        one fails.
+        """
         update = {"version": number}
         self._ask("update_weights", {**update, "phase": STAGE})
         try:
             self._ask("update_weights", update)
         except BaseException:
-            # an engine that has not taken it has nothing to take back, and raises
+            # an engine that did not update has nothing to roll back, and raises
             with suppress(EngineFailed):
                 self._ask("update_weights", {**update, "phase": UNDO})
             raise
 
     def _ask(self, method: str, *arguments: Any) -> None:
-        """Call a method of the client, and raise what it raises with the engine's own words: of an answer over HTTP it has only the status."""
+        """Call a method of the client. Errors are raised with the engine's own message, because the client's error contains only the HTTP status."""
         try:
             getattr(self.client, method)(*arguments)
         except WeighbridgeError:
@@ -236,7 +239,7 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
 
 
 def _those_that_push(info: WeighbridgeTrainerInitInfo) -> Ranks | None:
-    """The ranks that push, if there are several, this is one of them, and torch.distributed knows exactly them."""
+    """The ranks that push, if there are several, this is one of them, and they are exactly the ranks of torch.distributed."""
     if not info.rank < info.ranks > 1:
         return None
     if info.group is None:

@@ -1,4 +1,4 @@
-"""Weight-transfer engine ``weighbridge`` of vLLM: its calls, as calls of an `EngineRank`."""
+"""Weight-transfer engine ``weighbridge`` of vLLM: maps its calls to an `EngineRank`."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from weighbridge.integrations.vllm.settings import source_for
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is seen as untyped
-    """Service and model of an engine. An engine that was loaded from weighbridge needs neither.
+    """Service and model of an engine. Not needed for an engine that was loaded from weighbridge.
 
     Attributes:
-        server: ``host:port`` of the service's gRPC face.
+        server: ``host:port`` of the service's gRPC endpoint.
         model: ``namespace/name``.
         lane: how weights travel: ``grpc``, ``local`` or ``auto``.
-        version: any of the model, by number or ref, from which a worker finds out what it takes of one; the latest may not be there yet.
-        when_asleep: policy for updates while the engine's weights sleep, from now on: ``refuse`` or ``wait``; None leaves it as it is.
-        stale_drafter: policy for updates that leave the drafter of speculative decoding behind, from now on: ``refuse`` or ``allow``; None leaves
-            it as it is.
+        version: number or ref of any existing version; the worker uses it to determine which slices it needs. The latest version may not exist yet.
+        when_asleep: policy for updates while the engine's weights sleep, from now on: ``refuse`` or ``wait``; None keeps the current policy.
+        stale_drafter: policy for updates that leave the drafter of speculative decoding behind, from now on: ``refuse`` or ``allow``; None keeps the
+            current policy.
     """
 
     server: str | None = None
@@ -53,10 +53,10 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is see
     """Version of an update, and the step to take.
 
     Attributes:
-        version: its number. Not a ref: ranks that look at different moments may see it name different versions.
-        draft: the drafter's version that goes with it, as ``acme/smol-eagle@5``, for a drafter that is a model of its own; empty to name none.
-        phase: ``prepare`` begins to bring the bytes to this machine and returns at once; ``apply`` brings them to the parameters, and
-            prepares them first if that was not done. The others are steps of an update of several engines (`weighbridge.integrations.vllm.engines`).
+        version: its number. Not a ref, because ranks could resolve a ref to different versions.
+        draft: the drafter's version that belongs to it, such as ``acme/smol-eagle@5``, if the drafter is a separate model; empty to name none.
+        phase: ``prepare`` begins to fetch the bytes to this machine and returns immediately; ``apply`` writes them into the parameters, and prepares
+            them first if necessary. The other phases are steps of an update of several engines (`weighbridge.integrations.vllm.engines`).
     """
 
     version: int
@@ -64,7 +64,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is see
     draft: str = ""
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument for another kind of version or phase."""
+        """Raise InvalidArgument for an invalid version or phase."""
         check_draft(self.draft)
         if type(self.version) is not int:
             raise InvalidArgument(f"update_info names version {self.version!r}", fix="name it by its number")
@@ -73,9 +73,9 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is see
 
 
 class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is seen as untyped
-    """Takes the model of one worker from version to version.
+    """Updates the model of one worker from version to version.
 
-    Starting and finishing do nothing by themselves: parameters are touched in one call, when all bytes are here.
+    The start and finish calls do nothing: parameters are changed in a single call, when all bytes have arrived.
     """
 
     init_info_cls = InitInfo
@@ -85,7 +85,7 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
     def __init__(self, config: Any, *given: Any) -> None:
         super().__init__(
             config, *given
-        )  # the engine's configuration, device and model; in vLLM 0.24 that of parallelism, and model
+        )  # the engine's configuration, device and model; in vLLM 0.24 the parallel configuration and the model
         releases.leave_models_whole()
         configuration = releases.configuration(self.model, given[0])
         self.rank = vllm_rank(self.model, configuration)
@@ -98,7 +98,7 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
         self._ranks = int(configuration.parallel_config.world_size)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Connect to the service, and find out what this rank takes of a version."""
+        """Connect to the service, and determine which slices this rank needs."""
         source = source_for(self.rank.source, init_info.model, init_info.server, init_info.lane)
         connect = partial(self._connect, source, init_info)
         with one_voice(self._ranks):
@@ -112,10 +112,10 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
         self.rank.connect(source, init_info.version)
 
     def start_weight_update(self) -> None:
-        """Nothing is touched yet."""
+        """Does nothing."""
 
     def receive_weights(self, update_info: UpdateInfo, *_load_weights: Any, **_more: Any) -> None:
-        """Prepare a version, or bring it to the parameters."""
+        """Prepare a version, or write it into the parameters."""
         steps = {
             "prepare": self.rank.prepare_all,
             STAGE: self.rank.stage,
@@ -130,7 +130,7 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
                 steps[update_info.phase](update_info.version, source)
 
     def finish_weight_update(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing."""
 
     def shutdown(self) -> None:
         """End the connection to the service."""
@@ -151,13 +151,13 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
 
 @contextmanager
 def one_voice(ranks: int) -> Iterator[None]:
-    """Let only the last rank of each engine raise what all ranks have raised.
+    """Let only the last rank of each engine raise an error that all ranks have raised.
 
-    vLLM reads the answers of an engine's workers in the order of ranks and stops at the first failure: whatever ranks behind that one have
-    answered would be taken for the answer to the next call.
+    vLLM reads the responses of an engine's workers in the order of ranks and stops at the first failure. It would take the responses of later ranks
+    for those of the next call.
 
     Args:
-        ranks: of an engine. The group of all ranks may have those of several engines, one engine's behind the other's.
+        ranks: ranks of an engine. The group of all ranks may contain those of several engines, one engine after another.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Observation of processing: which operations on tensors it does, and what it leaves otherwise than it was. Needs no vLLM."""
+"""Observation of processing: which operations on tensors it runs, and what it changes. Does not need vLLM."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _VALUES = (bool, int, float, complex, str, bytes, NoneType, Enum, torch.dtype, t
 _DEPTH = 2
 """Steps from a layer or its method to objects whose attributes are watched."""
 _HEAP_TYPE = 1 << 9
-"""Flag of CPython: a class that is made at run time."""
+"""Flag of CPython for classes that are created at run time."""
 
 
 class Unsuitable(Exception):  # never leaves the plug-in
-    """Processing that cannot be done ahead; the text says why."""
+    """Processing that cannot run ahead; the message states why."""
 
 
 class WritesInPlace(Unsuitable):
-    """Processing that writes to the tensors that it is given."""
+    """Processing that writes to its input tensors."""
 
 
 def own_tensors(layer: torch.nn.Module) -> Tensors:
@@ -53,19 +53,19 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def state(layer: torch.nn.Module, method: object) -> list[Any]:
-    """Facts that processing could change, other than by operations on tensors."""
+    """State that processing could change other than by operations on tensors."""
     tensors = [(name, id(t), t.data_ptr(), lies(t)) for name, t in own_tensors(layer).items()]
     attributes = [(key, _identity(value)) for owner in (layer, method) for key, value in vars(owner).items()]
     return [tensors, attributes]
 
 
 def kept_names(before: list[Any], after: list[Any], written: set[int]) -> frozenset[str]:
-    """Names of tensors, in the first part of `state`, that are there before and after, and that no operation has written to."""
+    """Names of tensors, in the first part of `state`, that exist before and after, and that no operation has written to."""
     return frozenset(each[0] for each in after if each in before and each[2] not in written)
 
 
 class Inner:
-    """Attributes of objects, and of those within a few steps of them, as they were at one time.
+    """Snapshot of the attributes of objects, and of objects within a few steps of them.
 
     Args:
         owners: objects.
@@ -73,7 +73,7 @@ class Inner:
 
     def __init__(self, *owners: object) -> None:
         self._kept: list[object] = []
-        """Values whose ids are known: as long as they live, no other object has the same."""
+        """Values whose ids are recorded. They are kept alive, so that no other object gets the same id."""
         self.facts: dict[int, list[Any]] = {}
         todo = deque((each, 0) for each in owners)
         while todo:
@@ -101,7 +101,7 @@ def _is_object(value: object) -> bool:
     """Whether a value has attributes that processing might change."""
     if isinstance(value, (*_VALUES, type, torch.Tensor, FunctionType, MethodType, ModuleType, partial)):
         return False
-    if _is_of_torch(type(value)):  # such as operators, which look up their overloads when they are called
+    if _is_of_torch(type(value)):  # such as operators, which look up their overloads when called
         return False
     return hasattr(value, "__dict__") or bool(getattr(type(value), "__slots__", ()))
 
@@ -129,7 +129,7 @@ def _content(value: object) -> Any:
 
 
 def has_attributes(value: Any) -> bool:
-    """Whether a value is an object whose whole state is in attributes of its own, so that one with the same attributes is as good."""
+    """Whether the whole state of an object is in its own attributes, so that an object with the same attributes is equivalent."""
     if isinstance(value, type | torch.Tensor | FunctionType | MethodType | partial | Enum):
         return False
     kind: Any = type(value)
@@ -147,12 +147,12 @@ def _has_attributes(kind: type[Any]) -> bool:
 def same_state(
     old: Sequence[object], new: Sequence[object], made: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> str:
-    """An attribute by which objects differ from what was made like them; empty if by none. The first one's own tensors are not compared.
+    """An attribute in which objects differ from their copies; empty if none. The first object's own tensors are not compared.
 
     Args:
         old: objects.
-        new: one for each.
-        made: tensors of the old ones, and those that stand in their places in the new ones.
+        new: one copy of each.
+        made: tensors of the old objects, and their counterparts in the new ones.
     """
     comparison = _Comparison(made)
     comparison.assumed |= {(id(a), id(b)) for a, b in zip(old, new, strict=True)}
@@ -168,10 +168,10 @@ def same_state(
 
 
 class _Comparison:
-    """Comparison of objects by their attributes, down to values that are the same.
+    """Comparison of objects by their attributes, recursively down to equal values.
 
     Attributes:
-        assumed: ids of pairs that count as the same: being compared, or known.
+        assumed: ids of pairs that count as equal: those being compared, and known ones.
     """
 
     def __init__(self, made: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -179,7 +179,7 @@ class _Comparison:
         self._made = {storage_of(new): (old, new) for old, new in made if new.numel()}
 
     def same(self, old: Any, new: Any) -> bool:
-        """Whether nothing that is computed by the one is computed otherwise by the other."""
+        """Whether both objects compute the same results."""
         if old is new or (id(old), id(new)) in self.assumed:
             return True
         if type(old) is not type(new):
@@ -206,7 +206,7 @@ class _Comparison:
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """Parts of which a value consists; None if that is not known."""
+    """Parts of a value; None if not known."""
     match value:
         case list() | tuple():
             return list(value)
@@ -226,32 +226,32 @@ def _parts(value: Any) -> list[Any] | None:
 
 
 def _identity(value: object) -> Any:
-    """A value's part that is the same before and after processing if it does not depend on weights."""
+    """The part of a value that processing does not change if the value does not depend on weights."""
     if isinstance(value, FunctionType) and not (
         value.__closure__ or value.__defaults__ or value.__kwdefaults__
     ):
-        return value.__code__  # processing may define it anew each time
+        return value.__code__  # processing may define it again each time
     return value if isinstance(value, bool | int | str | None) else id(value)
 
 
 def _copies_to_itself(func: Any, args: Any) -> bool:
-    """Whether an operation copies a tensor to where it lies, as vLLM does with experts whose kernel takes them as they are loaded."""
+    """Whether an operation copies a tensor onto itself, as vLLM does with experts whose kernel uses them as loaded."""
     if func is not torch.ops.aten.copy_.default:
         return False
     target, source = args[:2]
-    if not isinstance(source, torch.Tensor):  # a number: vLLM's scales of a KV cache are set so
+    if not isinstance(source, torch.Tensor):  # a number: vLLM sets scales of a KV cache this way
         return False
     return bool(target.data_ptr() == source.data_ptr()) and lies(target) == lies(source)
 
 
 class AnyOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Sees operations on tensors that are carried out; ``seen`` names the first one that changes or reads more than a tensor's own place."""
+    """Observes executed operations on tensors. ``seen`` names the first one that reads or writes more than a tensor's own memory."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.seen = ""
         self.written: set[int] = set()
-        """Addresses of tensors that operations have written to; a copy of a tensor to itself does not count."""
+        """Addresses of tensors that operations have written to; copies of a tensor onto itself do not count."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not (getattr(func, "is_view", False) or _copies_to_itself(func, args)):  # a view reads no element
@@ -262,12 +262,12 @@ class AnyOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 
 class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Refuses operations by which processing would touch what the engine computes with, before they are carried out.
+    """Refuses, before they run, operations of processing that would access tensors that the engine computes with.
 
     Args:
-        given: storages of the tensors that processing is given.
-        live: storages of tensors that the engine has, and that may be neither read nor written.
-        constant: storages of those that may be read.
+        given: storages of the input tensors of processing.
+        live: storages of the engine's tensors, which may be neither read nor written.
+        constant: storages of the engine's tensors that may be read.
     """
 
     def __init__(self, given: set[int], live: set[int], constant: set[int]) -> None:
@@ -295,11 +295,11 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """A block in which this thread refuses calls of vLLM by which ranks communicate, before they do: the engine's own could come between. Questions for
-    ranks and groups are let through. Those of torch are operations, which `Guard` sees.
+    """Block in which this thread refuses vLLM's communication calls between ranks, because they could interleave with the engine's own. Queries of
+    ranks and groups are allowed. torch's communication calls are operations, which `Guard` handles.
 
     Raises:
-        Unsuitable: one was called.
+        Unsuitable: such a call was made.
     """
 
     def look(frame: FrameType, event: str, _argument: object) -> None:
@@ -329,7 +329,7 @@ def _asks(function: str) -> bool:
 def _operands(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Tensors that an operation is given, and whether it writes to them."""
+    """Input tensors of an operation, and whether it writes to them."""
     schema = getattr(func, "_schema", None)
     declared = [] if schema is None else schema.arguments
     writes = {each.name: each.alias_info is not None and each.alias_info.is_write for each in declared}

@@ -1,4 +1,4 @@
-"""Layers that vLLM has wrapped for LoRA: the names that they had before, and the model without the wrappers for as long as weights are brought to it."""
+"""Layers that vLLM has wrapped for LoRA: their original names, and a view of the model without the wrappers while weights are loaded."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ def name_before(name: str) -> str:
 
 
 def named_layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Layers of a model by the names that they had before they were wrapped. A wrapper has no tensors, and the name of what it wraps."""
+    """Layers of a model by the names that they had before they were wrapped.
+
+    A wrapper has no tensors, and has the name of the layer that it wraps.
+    """
     for name, layer in model.named_modules():
         yield name_before(name), layer
 
 
 def check_wrapped(model: Any) -> None:
-    """Refuse a model with wrapped experts: their wrapper changes what it wraps, and cannot be taken off.
+    """Refuse a model with wrapped experts: their wrapper changes the wrapped layer and cannot be removed.
 
     Raises:
         FailedPrecondition: names them.
@@ -41,7 +44,7 @@ def check_wrapped(model: Any) -> None:
 
 @contextmanager
 def unwrapped(model: Any) -> Iterator[None]:
-    """The model without wrappers, as its loader knows it. It must not compute meanwhile: nothing would add an adapter."""
+    """The model without wrappers, as its loader expects it. It must not compute meanwhile, because adapters would not be applied."""
     taken = list(_wrappers(model))
     for parent, name, wrapper in taken:
         parent._modules[name] = wrapper._modules["base_layer"]
@@ -53,7 +56,7 @@ def unwrapped(model: Any) -> Iterator[None]:
 
 
 def _wrappers(model: Any) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
-    """Each wrapper, the module that has it, and its name there."""
+    """Each wrapper, its parent module, and its name there."""
     for _, parent in list(model.named_modules()):
         for name, child in parent._modules.items():
             if _is_wrapper(child) and not _is_wrapper(parent):
