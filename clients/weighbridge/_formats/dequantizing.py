@@ -30,21 +30,20 @@ Bytes = NDArray[np.uint8]
 
 
 class Dequantized:
-    """The tensors of a folder with its fp8 matrices in another dtype, and without their scales.
+    """The tensors of a folder with its fp8 matrices converted to another dtype, and without their scales.
 
     Args:
-        files: the folder's tensors, and where they lie.
+        files: the folder's tensors and their positions.
         buffers: its files.
         config_json: its ``config.json``.
-        dtype: of what is fp8 in the files.
+        dtype: target dtype of tensors that are fp8 in the files.
 
     Attributes:
         layout: the tensors as one stream, in the order of the files.
         config_json: the config of the result: without ``quantization_config``.
 
     Raises:
-        InvalidArgument: there is nothing to dequantise, a scale is missing or does not fit, or the config names another
-            way of quantising.
+        InvalidArgument: the folder has nothing to dequantise, a scale is missing or does not fit, or the config names another quantisation method.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Dequantized:
         return _DequantizedSource(stream, places, self)
 
     def rows(self, name: str, first: int, last: int) -> Bytes:
-        """Rows ``first`` to ``last`` of a matrix, dequantised, as bytes; ``first`` begins a block."""
+        """Rows ``first`` to ``last`` of a matrix, dequantised, as bytes; ``first`` is the first row of a block."""
         import torch
 
         weight, scale = self._rows_of(name, first, last), name + SCALE_SUFFIX
@@ -120,7 +119,7 @@ class Dequantized:
         return self._block[0]
 
     def quantised(self, name: str) -> TensorSpec | None:
-        """The spec of a tensor of the files if it is in fp8."""
+        """The spec of a tensor in the files if it is fp8."""
         spec = self._specs[name]
         return spec if spec.dtype.name == QUANTIZED else None
 
@@ -131,7 +130,7 @@ class Dequantized:
 
 
 class _DequantizedSource(StreamSource):
-    """A stream of which the fp8 matrices are computed as they are read; holds one row of blocks in memory."""
+    """A stream whose fp8 matrices are dequantised as they are read; holds one row of blocks in memory."""
 
     def __init__(self, stream: Layout, places: Sequence[Placement], weights: Dequantized) -> None:
         super().__init__(stream)
@@ -160,7 +159,7 @@ class _DequantizedSource(StreamSource):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _dequantised(self, spec: TensorSpec, placement: Placement, start: int, stop: int) -> memoryview:
-        """As much of a range as lies in its first row of blocks."""
+        """The part of a range that lies in its first row of blocks."""
         rows = self._weights.block_rows
         band_bytes = placement.nbytes // spec.shape[0] * rows
         band = start // band_bytes
@@ -172,7 +171,7 @@ class _DequantizedSource(StreamSource):
         return data[into : min(stop - band * band_bytes, len(data))].data
 
     def release(self) -> None:
-        """Nothing is held but one row of blocks."""
+        """Does nothing: only one row of blocks is held."""
         self._last = ("", -1, np.empty(0, np.uint8))
 
 

@@ -1,7 +1,7 @@
 """Shares of tensors that all ranks of a framework gather: whole tensors, one after another, each freed when the next one is requested.
 
-Every rank receives the same tensors, and takes its share of each. So each gathered tensor is copied once, by all ranks at the same
-time, and no rank holds more than the tensor that it is receiving.
+Every rank receives the same tensors and copies its share of each. So all ranks together copy each gathered tensor once, concurrently, and no rank
+holds more than the tensor that it is receiving.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     import torch
 
 LEAST_SHARE_BYTES = 256 << 10
-"""Least bytes that a rank takes of a tensor: smaller copies cost more than they carry."""
+"""Minimum bytes of a rank's share of a tensor, because the overhead of smaller copies is too large."""
 _WORD_BYTES = 8
 _WORDS_AT_ONCE = 1 << 22
 
 
 def share_layout(tensors: Mapping[str, TensorSpec], rank: int, ranks: int) -> Layout:
-    """The share of one of the ranks: rows of large tensors, and some of the small ones whole. The shares of all ranks are the model.
+    """The share of one rank: rows of large tensors, and some whole small ones. The shares of all ranks together are the model.
 
     Args:
         tensors: the model's, by name; in the same order on all ranks.
-        rank: which rank, from 0.
-        ranks: how many there are.
+        rank: the rank, from 0.
+        ranks: number of ranks.
     """
     shards = []
     turn = 0
@@ -64,11 +64,11 @@ def share_layout(tensors: Mapping[str, TensorSpec], rank: int, ranks: int) -> La
 
 
 def held_layout(tensors: TensorForms, names: Iterable[str]) -> Layout:
-    """Whole tensors, which not all ranks are given.
+    """Layout of whole tensors that not all ranks receive.
 
     Args:
         tensors: the model's.
-        names: of those that this rank is given, as it is given them; unknown ones are passed over.
+        names: names of those that this rank receives; unknown names are ignored.
     """
     forms = (model_form(name, tensors) for name in names)
     held = dict.fromkeys(name for form in forms if form is not None for name in form.tensors)
@@ -77,10 +77,10 @@ def held_layout(tensors: TensorForms, names: Iterable[str]) -> Layout:
 
 
 class Passing(NamedTuple):
-    """Shards that are there until the next ones are asked for.
+    """Shards that stay valid until the next ones are requested.
 
     Attributes:
-        indexes: of their placements in the stream.
+        indexes: indexes of their placements in the stream.
         tensors: one for each, of the extent of its box.
     """
 
@@ -89,17 +89,18 @@ class Passing(NamedTuple):
 
 
 class GatheredShards:
-    """Shards that a rank is to push, of tensors that pass by. They can be iterated once.
+    """Shards that a rank pushes, of tensors that arrive one after another. They can be iterated once.
 
-    Names are understood as `push_state_dict` does. Left out are rotary frequencies, and copies of tied tensors, whose bytes are compared.
+    Names are interpreted as in `push_state_dict`. Rotary frequencies are left out, and so are copies of tied tensors, after a comparison of their
+    bytes.
 
     Args:
         weights: ``(name, tensor)`` pairs, of the whole tensors.
         model: its tensors, by name.
         stream: layout of the shards.
-        rank, ranks: which rank of how many this is, of those that are given the same tensors.
+        rank, ranks: this rank, and the number of ranks, among those that receive the same tensors.
         cast: as for `torch_shards`.
-        expected: names of the model's tensors that have to come; by default all of them.
+        expected: names of the model's tensors that must arrive; by default all of them.
     """
 
     def __init__(
@@ -126,14 +127,14 @@ class GatheredShards:
 
     @property
     def casts(self) -> tuple[int, int]:
-        """Number of tensors that were cast on the way, and number of these casts that are exact; final once all have passed by."""
+        """Number of tensors that were cast, and number of exact casts among these; final once all tensors have arrived."""
         return len(self._casts), sum(self._casts.values())
 
     def parts(self) -> Iterator[Passing]:
-        """The shards, as their tensors come.
+        """The shards, as their tensors arrive.
 
         Raises:
-            LayoutError: when all have come, if names, shapes or dtypes contradict the model, or tensors are missing; names each.
+            LayoutError: raised after all have arrived, if names, shapes or dtypes contradict the model, or tensors are missing; names each.
         """
         for given in self._weights:
             yield from self._given(given)
@@ -212,18 +213,17 @@ class GatheredShards:
 
 
 class _Ties:
-    """Names that the model does not have, and whether they are copies of its embedding: a head that is tied to it.
+    """Tests whether tensors with names that the model does not have are copies of its embedding, that is, a tied head.
 
-    Each rank compares a share of the rows, so that all ranks together compare everything. A model that has a head beside the embedding
-    has no tied head. Where the embedding is on another rank, as in the first of several pipeline stages, every tensor of its shape
-    counts as a copy.
+    Each rank compares a share of the rows, so that all ranks together compare everything. A model with a separate head has no tied head. If the
+    embedding is on another rank, such as the first of several pipeline stages, every tensor of its shape counts as a copy.
     """
 
     def __init__(
         self, model: Mapping[str, TensorSpec], expected: Collection[str], rank: int, ranks: int
     ) -> None:
         self._rank, self._ranks = rank, ranks
-        # embeddings have a row for each token: more than anything else has
+        # embeddings have a row for each token, more than any other tensor
         tables = [spec for spec in model.values() if len(spec.shape) == 2]
         tokens = max((spec.shape[0] for spec in tables), default=0)
         longest = [spec for spec in tables if spec.shape[0] == tokens]
@@ -246,7 +246,7 @@ class _Ties:
             self._unknown.append((name, self._digest(value) if alike else None))
 
     def unmatched(self) -> list[str]:
-        """Names of the recorded tensors that are no copies."""
+        """Names of the recorded tensors that are not copies."""
         given = None if self._given is None else self._given.value()
         return [name for name, digest in self._unknown if digest is None or digest.value() != given]
 
@@ -304,10 +304,10 @@ def _sums(octets: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class OpenPassing:
-    """Maker of the shards that pass by, once the layout of those that the rank is to push is known.
+    """Factory of the arriving shards, used once the layout of the rank's shards is known.
 
     Attributes:
-        make: of the layout of these.
+        make: creates the shards from that layout.
         buffer_bytes: host memory for the part of them that is sent by gRPC.
     """
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def unwritable(path: Path, error: OSError) -> WeighbridgeError:
-    """Error to raise where the operating system refuses to write."""
+    """Error to raise if the operating system refuses to write."""
     text = f"{path} cannot be written: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ResourceExhausted(text, fix="make room and try again")
@@ -39,7 +39,7 @@ def check_free(folder: Path, *, fix: str = "name a new folder") -> None:
     """Refuse a folder that is not empty; the error has this ``fix``.
 
     Raises:
-        InvalidArgument: it exists and is not an empty folder.
+        InvalidArgument: the path exists and is not an empty folder.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidArgument(f"{folder} exists and is not an empty folder", fix=fix)
@@ -57,24 +57,23 @@ def write_hf_folder(
 ) -> list[str]:
     """Write a folder of safetensors files, their index and the model's other files.
 
-    Each file is written under another name and moved to its place when it is complete, the index last; if anything
-    fails, the folder is left empty. Needs memory for one tensor at a time.
+    Each file is written under a temporary name and renamed when it is complete, the index last. If anything fails, the folder is left empty. Memory
+    for one tensor at a time is required.
 
     Args:
-        folder: is made if it does not exist; must be empty.
-        specs: all tensors as they are written, whole, in the order of the state dict.
-        tensors: gives the tensors, as torch tensors, in the order of the specs it is called with; those of another dtype
-            are cast.
+        folder: created if it does not exist; must be empty.
+        specs: specs of all whole tensors to write, in the order of the state dict.
+        tensors: returns the torch tensors in the order of its argument, the specs; tensors of a different dtype are cast.
         files: content of the other files by name.
-        dtype: what ``config.json`` is to name as the model's; None leaves what it names.
-        max_shard_bytes: largest file.
-        on_progress: is called with bytes written so far and in all.
+        dtype: dtype of the model for ``config.json``; None leaves it unchanged.
+        max_shard_bytes: maximum size of a file.
+        on_progress: called with the bytes written so far and the total.
 
     Returns:
         Names of the files written.
 
     Raises:
-        InvalidArgument: the folder is not empty, or a name is not that of a file in it.
+        InvalidArgument: the folder is not empty, or a name does not name a file in it.
         ResourceExhausted: the disk is full.
         FailedPrecondition: the folder cannot be written.
     """
@@ -114,7 +113,7 @@ def write_hf_folder(
             side[safetensors_files.INDEX_FILE] = index
         write_side_files(folder, side)
     except BaseException as error:
-        for name in laid_out.file_sizes:  # it would be in the way of another try
+        for name in laid_out.file_sizes:  # it would prevent a retry
             (folder / f".{name}.partial").unlink(missing_ok=True)
         for name in (*laid_out.file_sizes, *side):
             (folder / name).unlink(missing_ok=True)
@@ -128,18 +127,18 @@ def write_hf_folder(
 
 
 def check_file_name(name: str) -> str:
-    """``name``, if it names a file in a version's folder. Raises InvalidArgument: it may lead out of it."""
+    """``name``, if it names a file in a version's folder. Raises InvalidArgument if it could lead out of the folder."""
     if not is_file_name(name):
         raise InvalidArgument(f"{shown(name)} is no name for a file of a model", fix=f"use {ALLOWED}")
     return name
 
 
 def write_side_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files to a folder that exists, and to folders in it.
+    """Write files to an existing folder, and to folders in it.
 
     Args:
-        folder: where to.
-        files: content by name; names of files in folders have slashes.
+        folder: destination.
+        files: content by name; names of files in folders contain slashes.
 
     Raises:
         InvalidArgument: a name may lead out of the folder.
@@ -152,7 +151,7 @@ def write_side_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def with_dtype(config_json: bytes, dtype: DType) -> bytes:
-    """A ``config.json`` that names a dtype as the model's; unchanged if it does already."""
+    """A ``config.json`` with this dtype as the model's; unchanged if it already has it."""
     config = json.loads(config_json)
     # transformers has called it dtype since 4.56, and torch_dtype before
     if config.get("dtype", config.get("torch_dtype")) == dtype.torch_name:
@@ -162,7 +161,7 @@ def with_dtype(config_json: bytes, dtype: DType) -> bytes:
 
 
 def in_dtype_of(tensors: Iterable[TensorSpec], config_json: bytes) -> bytes:
-    """A ``config.json`` that names the dtype of most of the weights as the model's: loaders go by that."""
+    """A ``config.json`` with the dtype of most of the weights as the model's, because loaders use it."""
     nbytes: Counter[DType] = Counter()
     for spec in tensors:
         if spec.dtype.is_float:
@@ -173,7 +172,7 @@ def in_dtype_of(tensors: Iterable[TensorSpec], config_json: bytes) -> bytes:
 def _chunks(
     tensors: Iterable[tuple[str, torch.Tensor]], specs: Mapping[str, TensorSpec]
 ) -> Iterator[memoryview]:
-    """The bytes of each tensor, cast to its spec's dtype, as one chunk a tensor; empty tensors give none."""
+    """The bytes of each tensor, cast to its spec's dtype, as one chunk per tensor; empty tensors yield none."""
     import torch
 
     for name, tensor in tensors:

@@ -1,13 +1,13 @@
-"""Forms of a model's tensors in memory, where they differ from those in its files.
+"""Forms of a model's tensors in memory that differ from those in its files.
 
 Trainers hold the experts of a layer stacked in one tensor, with the gate's rows before those of the up projection; files have a tensor for each
-expert and projection. A form says which box of a file's tensor each box of the tensor in memory is, so that shards of it are views, pushed and
-filled without a copy. Source of the conventions: ``conversion_mapping`` of transformers 5.23.
+expert and projection. A form maps each box of the tensor in memory to a box of a file's tensor, so that shards are views and are pushed and filled
+without a copy. Source of the conventions: ``conversion_mapping`` of transformers 5.23.
 
 - ``experts.gate_up_proj`` ``[experts, 2 * width, hidden]``: of each expert ``gate_proj`` and ``up_proj``, or ``w1`` and ``w3``.
 - ``experts.down_proj`` ``[experts, hidden, width]``: of each expert ``down_proj``, or ``w2``; without gates, ``experts.up_proj`` is formed in the same way.
-- Both may have their last two axes swapped, and so may tensors that the files themselves have stacked. Where the two lengths are equal they
-  are taken as they are, as transformers does.
+- Both may have their last two axes swapped, and so may tensors that the files themselves have stacked. If the two lengths are equal, the axes are not
+  swapped, as in transformers.
 - ``gate_up_proj.weight`` ``[2 * width, hidden]``: ``gate_proj.weight`` and ``up_proj.weight``.
 - Names of Mixtral, PhiMoE, Granite, Nemotron-H, ERNIE and EXAONE (`_PATHS`, `_ENDINGS`).
 - Names of vision-language models, whose files have ``language_model.model.`` or ``visual.`` at the top, where in memory both are below ``model.`` (`_paths_of`).
@@ -46,13 +46,13 @@ _APART = (
     (re.compile(r"^(?:language_model|text_model)\.lm_head\."), "lm_head."),
     (re.compile(r"^(?!(?:language_model|text_model|model|lm_head)\.)"), "model."),
 )
-"""Rules for models whose files have the language model apart, as LLaVA's."""
+"""Rules for models whose files store the language model separately, such as LLaVA."""
 _VISUAL = re.compile(r"^visual\.")
 _BESIDE = (
     (_VISUAL, "model.visual."),
     (re.compile(r"^model\.(?!(?:language_model|visual)\.)"), "model.language_model."),
 )
-"""Rules for models whose files have the vision tower beside the language model, as Qwen2-VL's."""
+"""Rules for models whose files have the vision tower at the same level as the language model, such as Qwen2-VL."""
 _Rules = tuple[tuple[re.Pattern[str], str], ...]
 _ENDINGS = (
     (re.compile(r"\.block_sparse_moe\.gate\.weight$"), ".mlp.router.weight"),
@@ -65,15 +65,15 @@ _ENDINGS = (
         ".mlp.gate.moe_statics.e_score_correction_bias",
     ),
 )
-"""Endings of names in files, and the endings that transformers 5 gives them in memory."""
+"""Suffixes of names in files, and the corresponding suffixes in memory in transformers 5."""
 
 
 class Member(NamedTuple):
-    """A tensor of the files in a tensor in memory.
+    """A tensor of the files as a part of a tensor in memory.
 
     Attributes:
         spec: the tensor.
-        place: where it is; of one axis more than it has if experts are stacked.
+        place: its box in the tensor in memory; with one additional axis if experts are stacked.
     """
 
     spec: TensorSpec
@@ -81,14 +81,14 @@ class Member(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A box of a tensor in memory that is a box of one in the files.
+    """A box of a tensor in memory that corresponds to a box of a tensor in the files.
 
     Attributes:
-        tensor: name of the one in the files.
-        box: which part of it.
-        where: which part of the box in memory; empty for all of it.
-        stacked: whether that has an axis of experts before the file's axes.
-        swapped: whether its last two axes are the file's in the other order.
+        tensor: name of the tensor in the files.
+        box: the part of that tensor.
+        where: the part of the box in memory; empty for all of it.
+        stacked: whether the box in memory has an axis of experts before the file's axes.
+        swapped: whether its last two axes are in reverse order compared with the file.
     """
 
     tensor: str
@@ -112,7 +112,7 @@ class Form:
     Attributes:
         name: the tensor's.
         shape: its shape.
-        members: what it consists of.
+        members: the file tensors that it consists of.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Form:
 
     @staticmethod
     def plain(spec: TensorSpec) -> Form:
-        """A tensor that is in memory as it is in the files."""
+        """A tensor that has the same form in memory and in the files."""
         return Form(spec.name, spec.shape, (Member(spec, Box.whole(spec.shape)),))
 
     def is_swapped(self, shape: Sequence[int]) -> bool:
@@ -139,10 +139,10 @@ class Form:
         return tuple(shape) == (self.shape[0], self.shape[2], self.shape[1])
 
     def parts(self, box: Box, *, swapped: bool = False) -> list[Part]:
-        """The parts of which a box of the tensor in memory consists.
+        """The parts of a box of the tensor in memory.
 
         Args:
-            box: which box; of the tensor as it is in memory.
+            box: the box, in the coordinates of the tensor in memory.
             swapped: whether its last two axes are swapped there.
         """
         spec, place = self.members[0]
@@ -174,9 +174,9 @@ class Reading(NamedTuple):
     """Shards that an ordinary tensor in memory consists of.
 
     Attributes:
-        name: of its form.
+        name: name of its form.
         tensors: names of the files' tensors that it consists of.
-        parts: the shards that it consists of, and where each is in it.
+        parts: the shards that it consists of, with the position of each.
     """
 
     name: str
@@ -185,20 +185,20 @@ class Reading(NamedTuple):
 
 
 class TensorForms(dict[str, TensorSpec]):
-    """A model's tensors by name, as its files have them.
+    """A model's tensors by name, in the form of its files.
 
-    It keeps what does not change from push to push: how tensors of one name, shape and dtype are read, and the stream of the last push.
+    It caches values that do not change between pushes: the readings of tensors by name, shape and dtype, and the stream of the last push.
     """
 
     _last_stream: tuple[Sequence[Shard], Layout] | None = None
 
     @staticmethod
     def of(tensors: Mapping[str, TensorSpec]) -> TensorForms:
-        """These tensors as `TensorForms`. Returns the same object if they are that already, since its other forms are made once."""
+        """These tensors as `TensorForms`. Returns the same object if they already are, so that its other forms are computed only once."""
         return tensors if isinstance(tensors, TensorForms) else TensorForms(tensors)
 
     def form(self, name: str) -> Form | None:
-        """The form of a tensor that has this name in memory; None if the model has none."""
+        """The form of the tensor with this name in memory; None if the model has none."""
         return self._plain_forms.get(name) or self.other_forms.get(name)
 
     @cached_property
@@ -207,7 +207,7 @@ class TensorForms(dict[str, TensorSpec]):
         return {}
 
     def stream(self, shards: Sequence[Shard]) -> Layout:
-        """The stream of these shards. For the same shards as the last time it is the same object, which knows its digest by now."""
+        """The stream of these shards. For the same shards as last time, returns the same object, which has its digest cached."""
         last = self._last_stream
         if last is None or last[0] != shards:
             names = dict.fromkeys(shard.tensor for shard in shards)
@@ -220,7 +220,7 @@ class TensorForms(dict[str, TensorSpec]):
 
     @cached_property
     def other_forms(self) -> Mapping[str, Form]:
-        """The forms in which its tensors can be in memory besides their own, by name."""
+        """The alternative forms of its tensors in memory, by name."""
         paths = _paths_of(self)
         made = [*_of_experts(self.values(), paths), *_merged(self), *_renamed(self.values(), paths)]
         return {form.name: form for form in made if form.name not in self}

@@ -1,4 +1,4 @@
-"""Misfits between given tensors and those of a model, as text. Tensors with the same mistake share a line. Pure."""
+"""Messages about misfits between given tensors and those of a model. Tensors with the same problem share a line. Pure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NamedTuple
 from weighbridge.errors import LayoutError
 
 _LIKE = 3
-"""Number of tensors with the same mistake from which they share a line."""
+"""Number of tensors with the same problem from which they share a line."""
 
 
 class Misfit(NamedTuple):
-    """Mistake in one tensor.
+    """Problem of one tensor.
 
     Attributes:
         text: message, with the tensor's name.
-        alike: message for several tensors, which follows their names; empty where each tensor is a case of its own.
+        alike: message for several tensors, which follows their names; empty if each tensor needs its own message.
         name: name of the tensor.
     """
 
@@ -27,7 +27,7 @@ class Misfit(NamedTuple):
 
 
 def told(misfits: Iterable[Misfit]) -> list[str]:
-    """Lines for misfits, in their order: one for all that are wrong in the same way."""
+    """Lines for misfits, in order; misfits with the same problem share a line."""
     found = list(misfits)
     groups: dict[str, list[str]] = {}
     for misfit in found:
@@ -42,7 +42,7 @@ def told(misfits: Iterable[Misfit]) -> list[str]:
 
 
 def common_prefix(names: Iterable[str], model: Collection[str]) -> str | None:
-    """Prefix before a model's names in the given names; None if there are several prefixes, or none."""
+    """Common prefix of the given names before the model's names; None if there is none, or several."""
     found: set[str] = set()
     for parts in (name.split(".") for name in names):
         ends = (end for end in range(1, len(parts)) if ".".join(parts[end:]) in model)
@@ -58,7 +58,7 @@ def check_prefix(unknown: Sequence[str], model: Collection[str]) -> None:
         model: its names.
 
     Raises:
-        LayoutError: says what it is.
+        LayoutError: the names differ by a prefix; states the prefix.
     """
     if len(unknown) < _LIKE:
         return

@@ -1,4 +1,4 @@
-"""Chunks of a rank's stream that are sent while its shards pass by, so that no more than two of them are held."""
+"""Chunks of a rank's stream that are sent while its shards arrive, so that at most two chunks are held."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from weighbridge._formats.tensor_stream import Ranges, copy_out
 from weighbridge._transport.pieces import Buffer
 
 _MOST_ITEM_BYTES = 16
-"""Most bytes of an element of any dtype: chunks hold whole elements."""
+"""Maximum bytes of an element of any dtype: chunks contain whole elements."""
 
 Send = Callable[[StreamSource, Ranges], None]
 """Sends ranges of the stream, and returns once they have arrived."""
 
 
 class PassingChunks:
-    """Two buffers in turn: one is filled while the other one is being sent. A context; its end waits for what is being sent.
+    """Two alternating buffers: one is filled while the other is sent. A context manager; its exit waits for running sends.
 
     Args:
         stream: layout of the rank's shards.
         streamed: parts of it that are sent by gRPC.
-        staging: where buffers come from.
-        nbytes: of both buffers.
+        staging: pool of the buffers.
+        nbytes: size of both buffers together.
         send: called in another thread, for one chunk at a time.
     """
 
@@ -57,7 +57,7 @@ class PassingChunks:
             self._chunk.release()
 
     def take(self, passing: Passing) -> None:
-        """Copy the parts of shards that are sent by gRPC. Raises the error of an earlier chunk's sending."""
+        """Copy the parts of shards that are sent by gRPC. Raises the error of an earlier chunk's send."""
         part = self._stream.select(passing.indexes)
         for index, place in zip(passing.indexes, part.placements, strict=True):
             placement = self._stream.placements[index]
@@ -76,7 +76,7 @@ class PassingChunks:
         self._wait()
 
     def _room(self, pinned: bool) -> _Chunk:
-        """The chunk that is being filled, with room for an element."""
+        """The chunk that is being filled, with space for at least one element."""
         if self._chunk is not None and self._chunk.room < _MOST_ITEM_BYTES:
             self._pass_on()
         if self._chunk is None:
@@ -106,7 +106,7 @@ class PassingChunks:
 
 
 class _Chunk(StreamSource):
-    """Parts of a stream, in the order in which they have come."""
+    """Parts of a stream, in their order of arrival."""
 
     def __init__(self, stream: Layout, staging: StagingPool, limit: int, pinned: bool) -> None:
         super().__init__(stream)
@@ -118,7 +118,7 @@ class _Chunk(StreamSource):
 
     @property
     def room(self) -> int:
-        """Bytes that can be added: of whole elements, where the parts before were."""
+        """Number of bytes that can be added, if the previous parts consisted of whole elements."""
         left = self._limit - self._used
         return left - left % _MOST_ITEM_BYTES
 
@@ -138,7 +138,7 @@ class _Chunk(StreamSource):
         """Bytes ``start`` to ``stop`` of the stream."""
         index = bisect.bisect_right(self._parts, start, key=itemgetter(0)) - 1
         found: list[memoryview] = []
-        while start < stop:  # neighbours in the stream need not be neighbours here
+        while start < stop:  # adjacent parts of the stream need not be adjacent here
             first, last, at = self._parts[index]
             end = min(stop, last)
             found.append(self._buffer[at + start - first : at + end - first].data)

@@ -1,4 +1,4 @@
-"""Count of the non-finite elements that a rank pushes, shard by shard: of those that are written, and of those that are streamed."""
+"""Count of the non-finite elements that a rank pushes, per shard, for written and streamed elements."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from weighbridge._transport.pieces import Buffer
 
 
 class PlacedPart(NamedTuple):
-    """A part of a stream whose elements do not lie in exactly one place of the version's files.
+    """A part of a stream whose elements do not have exactly one position in the version's files.
 
     Attributes:
         start, end: the first byte, and one past the last; whole elements.
-        places: in how many; 0 for padding.
+        places: number of positions; 0 for padding.
     """
 
     start: int
@@ -34,11 +34,11 @@ class PlacedPart(NamedTuple):
 class PushCounts:
     """Counts of one rank's push. Thread-safe.
 
-    An element counts as often as it lies in the version's files, so that the counts of all ranks add up to what the service finds there.
+    An element counts once for each of its positions in the version's files, so that the counts of all ranks add up to the service's count.
 
     Args:
         stream: the shards.
-        placed: the parts of it that do not lie in exactly one place, sorted and disjoint.
+        placed: its parts that do not have exactly one position, sorted and disjoint.
     """
 
     def __init__(self, stream: Layout, placed: Sequence[PlacedPart] = ()) -> None:
@@ -70,7 +70,7 @@ class PushCounts:
         Args:
             start: its first byte in the stream.
             data: the piece, cut anywhere.
-            read: reads other bytes of the stream, for an element that ends behind the piece.
+            read: reads other bytes of the stream, for an element that ends after the piece.
         """
         with self._lock:
             fresh = self._counted.claim(start, start + len(data))
@@ -108,7 +108,7 @@ def encodings_of(stream: Layout) -> list[Encoding | None]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Neighbouring elements of one shard that count alike.
+    """Adjacent elements of one shard with the same weight.
 
     Attributes:
         start, end: in bytes of the stream.
@@ -147,7 +147,7 @@ class _Parts:
             part = self._parts[index]
             size = part.encoding.element_bytes
             begin, end = _element_at(part, first), _element_at(part, last)
-            if end > start + len(data):  # the last one ends behind the piece
+            if end > start + len(data):  # the last one ends after the piece
                 end -= size
                 cut = np.frombuffer(read(end, end + size), np.uint8)
                 found.append((part, _count(cut, [(part.encoding, 0, size)])[0]))

@@ -42,7 +42,7 @@ Bytes = NDArray[np.uint8]
 
 
 class ShardSource(ABC):
-    """The shards that a rank is to push, where they lie. It is used once: each of their bytes is either staged or written.
+    """The shards that a rank pushes, at their original location. Used once: each of their bytes is either staged or written.
 
     When both are done, the shards may change.
     """
@@ -52,7 +52,7 @@ class ShardSource(ABC):
 
     @abstractmethod
     def stage(self, ranges: Ranges) -> StreamSource:
-        """Source of these parts of the stream that the shards form, which the caller releases separately."""
+        """Source of these parts of the shards' stream. The caller releases it separately."""
 
     @abstractmethod
     def write(
@@ -64,10 +64,9 @@ class ShardSource(ABC):
         """Copy them to memory.
 
         Args:
-            copies: for each shard, where which of its bytes go.
-            memories: which memory.
-            on_written: is called with the numbers of shards whose bytes are in memory, and are not written again, each once. It need not be
-                called for all of them.
+            copies: for each shard, the destinations of its bytes.
+            memories: destination memories.
+            on_written: called once for each shard whose bytes are completely written, with its number. It need not be called for all shards.
 
         Returns:
             Counts of the non-finite elements; None from a source that does not count them.
@@ -79,16 +78,16 @@ class ShardSource(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Release the shards, which are needed no more."""
+        """Release the shards, which are no longer needed."""
 
     @property
     def casts(self) -> tuple[int, int]:
-        """Number of tensors that are cast on the way, and number of them whose new dtype has all numbers of their own. Both are 0 by default."""
+        """Number of tensors that are cast, and number of them whose cast is exact. Both are 0 by default."""
         return 0, 0
 
 
 class StreamSource(ShardSource):
-    """The bytes of a stream, or of parts of it; they stay as they are until it is released.
+    """The bytes of a stream, or of parts of it; they do not change until it is released.
 
     Args:
         layout: of the stream.
@@ -102,7 +101,7 @@ class StreamSource(ShardSource):
         """Bytes ``start`` to ``stop`` of the stream."""
 
     def stage(self, ranges: Ranges) -> StreamSource:
-        """See `ShardSource.stage`. They do not change: it is this source itself."""
+        """See `ShardSource.stage`. Returns this source itself, because its bytes do not change."""
         return self
 
     def write(
@@ -173,7 +172,7 @@ class _Shifted(StreamSource):
 
 
 OpenSource = Callable[[Sequence[int], Layout], ShardSource]
-"""Makes the source for the shards that a rank is to push: their indexes, and their layout as a stream."""
+"""Creates the source for the shards that a rank pushes, from their indexes and their layout as a stream."""
 
 
 class TensorSource(ShardSource):
@@ -182,8 +181,8 @@ class TensorSource(ShardSource):
     Args:
         staging: makes the stream, if there is to be one.
         layout: of the stream.
-        tensors: one for each of its placements, on any device, with as many elements as its box, in row-major order of its axes. Those
-            of another floating-point dtype than the layout's are cast.
+        tensors: one for each of its placements, on any device, with as many elements as its box, in row-major order of its axes. Tensors whose
+            floating-point dtype differs from the layout's are cast.
         shifts: what is added to elements.
     """
 
@@ -204,7 +203,7 @@ class TensorSource(ShardSource):
         return self._staging.stage(self._layout, self._tensors, ranges, self._shifts)
 
     def shifted(self, shifts: Shifts) -> Self:
-        """See `ShardSource.shifted`. What gets a constant is made in host memory, a tensor at a time, and copied from there."""
+        """See `ShardSource.shifted`. Shifted tensors are computed in host memory, one at a time, and copied from there."""
         made = copy.copy(self)
         made._shifts = shifts
         return made
@@ -255,7 +254,7 @@ class TensorSource(ShardSource):
         return len(cast), len(exact)
 
     def release(self) -> None:
-        """See `ShardSource.release`. Tensors are the caller's."""
+        """See `ShardSource.release`. The caller owns the tensors."""
 
 
 def cast_dtypes(layout: Layout, tensors: Sequence[torch.Tensor]) -> list[str]:
@@ -269,7 +268,7 @@ def cast_dtypes(layout: Layout, tensors: Sequence[torch.Tensor]) -> list[str]:
 
 
 def _cast_shards(layout: Layout, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, DType]]:
-    """The tensors of a stream that are cast to the dtypes of its layout: for each shard the name, and the dtype that it has."""
+    """The tensors of a stream that are cast to the dtypes of its layout: name and current dtype of each shard."""
     for placement, tensor, dtype in zip(layout.placements, tensors, _dtypes(layout, tensors), strict=True):
         if dtype != tensor.dtype:
             yield placement.shard.tensor, dtypes.from_torch(tensor.dtype)
@@ -285,7 +284,7 @@ def _dtypes(layout: Layout, tensors: Sequence[torch.Tensor]) -> Sequence[torch.d
 
 
 class CastingSource(TensorSource):
-    """Shards that are tensors which do not change while they are pushed: of a stream, no more is held than is being read.
+    """Shards that are tensors and do not change while they are pushed. Only the part of a stream that is being read is held.
 
     Args:
         layout: of the stream.
@@ -306,7 +305,7 @@ class CastingSource(TensorSource):
 
 
 class _Casting(StreamSource):
-    """A stream that is made as it is read."""
+    """A stream that is computed as it is read."""
 
     def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor], shifts: Shifts) -> None:
         super().__init__(layout)
@@ -320,7 +319,7 @@ class _Casting(StreamSource):
 
 
 class StagingPool:
-    """Staging buffers, used again for every push. Thread-safe.
+    """Staging buffers that are reused for every push. Thread-safe.
 
     First touch of fresh pages costs far more than the copy into them.
     """
@@ -336,12 +335,12 @@ class StagingPool:
         ranges: Ranges | None = None,
         shifts: Shifts = NO_SHIFTS,
     ) -> StreamSource:
-        """Copy tensors out: afterwards they may change.
+        """Copy tensors to a buffer; afterwards the tensors may change.
 
         Args:
             layout: of the stream.
             tensors: one for each of its placements; any device.
-            ranges: the parts of the stream that are wanted; all of it by default.
+            ranges: the parts of the stream to copy; all of it by default.
             shifts: what is added to elements.
         """
         ranges = [(0, layout.nbytes)] if ranges is None else ranges
@@ -360,7 +359,7 @@ class StagingPool:
             for index, buffer in enumerate(self._free):
                 if len(buffer) >= nbytes:
                     return self._free.pop(index)
-            # those that are too small will not be used again: this rank's part has grown
+            # buffers that are too small will not be reused: this rank's part has grown
             self._free.clear()
         if pinned:  # GPUs copy to it three times as fast as to other memory
             import torch
@@ -370,13 +369,13 @@ class StagingPool:
         return np.empty(max(nbytes, 1), np.uint8)
 
     def give(self, buffer: Bytes) -> None:
-        """Give a buffer back."""
+        """Return a buffer."""
         with self._lock:
             self._free.append(buffer)
 
 
 class _Staged(StreamSource):
-    """Parts of a stream, one behind the other in a buffer. What is read must lie in one of them."""
+    """Parts of a stream, one after another in a buffer. Each read must lie within one of them."""
 
     def __init__(self, layout: Layout, buffer: Bytes, ranges: Ranges, release: Callable[[], None]) -> None:
         super().__init__(layout)
@@ -395,7 +394,7 @@ class _Staged(StreamSource):
 
 
 class MappedSource(StreamSource):
-    """A stream whose shards lie in files, each dense in one of them; nothing is held in memory.
+    """A stream whose shards are in files, each contiguous in one of them; nothing is held in memory.
 
     Args:
         stream: layout of the stream.
@@ -442,7 +441,7 @@ class MappedSource(StreamSource):
         memories: Sequence[MappedMemory],
         on_written: Callable[[Sequence[int]], None] | None = None,
     ) -> WrittenCounts:
-        """See `ShardSource.write`. What is one run in a file and in memory is read to where it belongs, and counted there."""
+        """See `ShardSource.write`. Bytes that are contiguous in a file and in memory are read directly to their destination, and counted there."""
         found = super().write(
             [() if self._is_run(*each) else each[1] for each in zip(self._all_places, copies, strict=True)],
             memories,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 ALLOW, EXACT, NEVER = CASTS = ("allow", "exact", "never")
-"""Rules for a tensor of another floating-point dtype than the model's: it is cast; cast if that is exact; refused."""
+"""Rules for a tensor whose floating-point dtype differs from the model's: cast it; cast it if the cast is exact; refuse it."""
 NAMED = 20
 """Number of problems that an error names; it counts them all."""
 _ASKS = "a pull brings another dtype if it is asked to: pull(..., dtype='bf16')"
@@ -38,12 +38,12 @@ _NOT_ALLOWED, _NOT_EXACT = "casts are not allowed", "the cast would not be exact
 
 @dataclass(frozen=True)
 class TorchShards:
-    """Part of a model that one rank holds.
+    """Part of a model on one rank.
 
     Attributes:
         layout: the shards as one stream, in Hugging Face's tensor space; with the dtypes of the model, not of the tensors.
-        tensors: the tensor of each shard, of the extent of its box, in its own dtype; they alias those that were given.
-        cast: tensors of another floating-point dtype than the model's.
+        tensors: the tensor of each shard, of the extent of its box, in its own dtype; they alias the given tensors.
+        cast: tensors whose floating-point dtype differs from the model's.
         unknown: given names that the model does not have.
         absent: tensors of the model that were not given.
     """
@@ -56,7 +56,7 @@ class TorchShards:
 
 
 def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """This rank and the number of ranks: as given, or else as torch.distributed has them, or else 0 and 1."""
+    """This rank and the number of ranks: as given, or else from torch.distributed, or else 0 and 1."""
     import torch.distributed as dist
 
     there = dist.is_available() and dist.is_initialized()
@@ -80,22 +80,23 @@ def torch_shards(
 ) -> TorchShards:
     """Find the model's tensors in a state dict.
 
-    Left out are tied copies of tensors that the model has, and rotary frequencies (``inv_freq``), which are no weights.
+    Tied copies of the model's tensors are left out, and so are rotary frequencies (``inv_freq``), which are not weights.
 
     Args:
         state: a module, a state dict, or ``(name, tensor)`` pairs; tensors are plain ones or DTensors on any device. Names are Hugging
-            Face's, or those of other forms in memory (`memory_forms`); what wrappers add to them is stripped.
+            Face's, or those of other forms in memory (`memory_forms`); parts that wrappers add are stripped.
         model: its tensors, by name.
-        cast: ``allow``, ``exact`` or ``never``: whether floating-point tensors may be of another floating-point dtype than the model's.
+        cast: ``allow``, ``exact`` or ``never``: whether floating-point dtypes may differ from the model's.
         whole: whether all tensors of the model must be there, since no other rank holds any.
         others: whether there may be names that the model does not have.
-        filled: whether the tensors take what the model has, instead of giving what it gets. Copies that this rank holds besides its shards,
-            as ZeRO-3 keeps them of small parameters, are among them then.
-        merge: whether adapters of a module are merged into copies of the weights below. If not, these stand for them, as a check needs no more.
+        filled: whether the tensors are filled from the model, instead of pushed to it. Copies that this rank has in addition to its shards, such as
+            ZeRO-3's copies of small parameters, are then included.
+        merge: whether adapters of a module are merged into copies of the base weights. If not, the base weights are used instead, which is sufficient
+            for checks.
         of: the model's name in errors.
 
     Raises:
-        InvalidArgument: ``state`` is of another type, or there is no such ``cast``.
+        InvalidArgument: ``state`` has an unsupported type, or ``cast`` is unknown.
         LayoutError: names, shapes, dtypes or placements contradict the model, or LoRA adapters cannot be merged.
     """
     import torch
@@ -124,7 +125,7 @@ def adapter_forms(state: Mapping[str, torch.Tensor]) -> TensorForms:
 def adapter_shards(
     state: Mapping[str, torch.Tensor], forms: TensorForms, *, whole: bool, of: str, filled: bool = False
 ) -> TorchShards:
-    """Part of an adapter that a rank holds: the tensors of its state dict. Other arguments and errors are those of `torch_shards`.
+    """Part of an adapter on a rank: the tensors of its state dict. Other arguments and errors are those of `torch_shards`.
 
     Args:
         state: tensors of the adapter, by name.
@@ -139,7 +140,7 @@ def adapter_shards(
 def adapter_targets(
     state: Mapping[str, torch.Tensor], adapter: Mapping[str, TensorSpec], *, cast: str, strict: bool, of: str
 ) -> TorchShards:
-    """The tensors of an adapter in memory that take those of an ``adapter`` that is kept. Arguments and errors are those of `torch_shards`."""
+    """The tensors of an adapter in memory that receive those of a stored ``adapter``. Arguments and errors are those of `torch_shards`."""
     check_cast(cast)
     reader = _Reader(TensorForms.of(adapter), cast, filled=True, of=of)
     for name, value in state.items():
@@ -152,16 +153,16 @@ def adapter_targets(
 
 
 def tensor_specs(state: Any) -> list[TensorSpec]:
-    """Specs of the tensors in a state dict, to register a model by them.
+    """Specs of the tensors in a state dict, for registering a model.
 
-    Prefixes that wrappers add are stripped. Tied tensors share their memory; the first one counts.
+    Prefixes that wrappers add are stripped. Tied tensors share memory; only the first one is included.
 
     Args:
         state: as for `torch_shards`. Shapes are those of the whole tensors.
 
     Raises:
-        InvalidArgument: ``state`` is no state dict, or has a dtype that safetensors does not.
-        LayoutError: LoRA adapters are not merged, something is no tensor, or two tensors have one name.
+        InvalidArgument: ``state`` is not a state dict, or has a dtype that safetensors does not support.
+        LayoutError: LoRA adapters are not merged, a value is not a tensor, or two tensors have the same name.
     """
     import torch
 
@@ -198,7 +199,7 @@ def tensor_specs(state: Any) -> list[TensorSpec]:
 
 
 def check_not_copied(module: torch.nn.Module, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse a module whose ``state_dict()`` gives copies, as FSDP1's does: filling the copies would not fill the module.
+    """Refuse a module whose ``state_dict()`` returns copies, as in FSDP1: filling the copies would not fill the module.
 
     Args:
         module: the module.
@@ -206,7 +207,7 @@ def check_not_copied(module: torch.nn.Module, layout: Layout, tensors: Sequence[
         tensors: one for each of them.
 
     Raises:
-        LayoutError: it gives copies; names the tensors.
+        LayoutError: it returns copies; names the tensors.
     """
     own = {
         local_tensor(tensor).untyped_storage().data_ptr()
@@ -298,7 +299,7 @@ class _Reader:
                 self._model.readings[key] = Reading(form.name, form.tensors, parts)
 
     def _take(self, reading: Reading, value: torch.Tensor) -> None:
-        """Read an entry as an earlier entry like it was read."""
+        """Read an entry in the same way as an earlier entry of the same kind."""
         self._found.update(reading.tensors)
         self._given[reading.name] = value
         held = value.detach()
@@ -365,13 +366,15 @@ def _is_ordinary(value: Any) -> bool:
 
 
 def model_form(name: str, model: TensorForms) -> Form | None:
-    """The form of a tensor in memory: by the name given, or by that without what wrappers have added; None if the model has neither."""
+    """The form of a tensor in memory, looked up by the given name, or by that name without the parts that wrappers add; None if the model has
+    neither.
+    """
     found = model_name(name, model) or model_name(name, model.other_forms)
     return None if found is None else model.form(found)
 
 
 def model_name(name: str, model: Collection[str]) -> str | None:
-    """The model's name for a tensor: as given, or without what wrappers have added; None if the model has neither."""
+    """The model's name for a tensor: as given, or without the parts that wrappers add; None if the model has neither."""
     if name in model:
         return name
     parts = unwrapped_parts(name)
@@ -393,7 +396,7 @@ def _entries(state: Any, merge: bool) -> Iterator[tuple[str, Any]]:
             else entries
         )
     pairs = state.items() if isinstance(state, Mapping) else state
-    # a tensor's rows are no pairs
+    # a tensor's rows are not pairs
     for pair in pairs if isinstance(pairs, Iterable) and not isinstance(pairs, torch.Tensor) else [pairs]:
         match pair:
             case (str(name), value):
@@ -406,13 +409,13 @@ def _entries(state: Any, merge: bool) -> Iterator[tuple[str, Any]]:
 
 
 def check_cast(cast: str) -> None:
-    """Check that there is such a cast. Raises InvalidArgument."""
+    """Check that the cast rule exists. Raises InvalidArgument."""
     if cast not in CASTS:
         raise InvalidArgument(f"cast={cast!r} is not known", fix="use one of " + ", ".join(map(repr, CASTS)))
 
 
 def not_dense(name: str, value: torch.Tensor) -> Misfit | None:
-    """Misfit of a sparse or opaque tensor, since versions have dense elements in row-major order; None of a dense one."""
+    """Misfit of a sparse or opaque tensor, because versions contain dense elements in row-major order; None for a dense tensor."""
     import torch
 
     if value.layout == torch.strided:
@@ -431,7 +434,7 @@ def unknown_names(names: Sequence[str], model: Collection[str]) -> Iterator[Misf
 
 
 def _shares(name: str, model: Collection[str]) -> str:
-    """Note on a head with memory of its own where the model ties it to its embedding; empty for other tensors."""
+    """Note about a head with separate memory that the model ties to its embedding; empty for other tensors."""
     embeddings = list(filter(is_embedding, model))
     if not is_head(name) or len(embeddings) != 1 or any(map(is_head, model)):
         return ""
@@ -444,7 +447,7 @@ def _shares(name: str, model: Collection[str]) -> str:
 def mismatch(
     form: Form, shape: Sequence[int], dtype: torch.dtype, cast: str, *, filled: bool = False
 ) -> str | None:
-    """As `misfit`, as text."""
+    """Message of `misfit`."""
     found = misfit(form, shape, dtype, cast, filled=filled)
     return None if found is None else found.text
 
@@ -452,7 +455,7 @@ def mismatch(
 def misfit(
     form: Form, shape: Sequence[int], dtype: torch.dtype, cast: str, *, filled: bool = False
 ) -> Misfit | None:
-    """Reason why a tensor of this shape and dtype cannot be this tensor of the model; None if it can.
+    """Reason why a tensor with this shape and dtype cannot be this tensor of the model; None if it can.
 
     ``filled``: whether the tensor is filled from the model, instead of pushed to it.
     """
@@ -483,7 +486,7 @@ def misfit(
 
 
 def shape_of(value: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a tensor of which a rank may hold a part."""
+    """The whole shape of a tensor, of which a rank may have only a part."""
     return tuple(value.ds_shape if zero3.is_partitioned(value) else value.shape)  # type: ignore[attr-defined]
 
 
@@ -499,5 +502,5 @@ def held_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def memory_of(value: torch.Tensor) -> tuple[int, tuple[int, ...]]:
-    """Address of a tensor's elements, and its shape: the same for two names of one tensor."""
+    """Address of a tensor's elements, and its shape; equal for two names of the same tensor."""
     return held_tensor(value).data_ptr(), shape_of(value)

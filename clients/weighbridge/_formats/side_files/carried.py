@@ -1,4 +1,4 @@
-"""Files besides the weights that a version pushed from a folder has: the folder's, and of the registered ones those that it does not replace. Pure."""
+"""Files, other than weights, of a version that is pushed from a folder: the folder's files, and the registered files that they do not replace. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IS_TOKENIZER = ("tokeniz", "vocab", "merges", "tekken", "spiece", "sentencepiec
 
 
 def has_tokenizer(files: Iterable[str]) -> bool:
-    """Whether files with these names are, or make, a tokenizer."""
+    """Whether files with these names form a tokenizer."""
     return any(
         name.startswith(_IS_TOKENIZER) or name.endswith(_TOKENIZER_ENDINGS)
         for name in files
@@ -31,7 +31,7 @@ def has_tokenizer(files: Iterable[str]) -> bool:
 
 
 def is_of_tokenizer(name: str) -> bool:
-    """Whether a file belongs to the tokenizer: together with those of another one it would make a third."""
+    """Whether a file belongs to the tokenizer. Mixed with files of another tokenizer, it would form a third one."""
     if "/" in name:
         return name.startswith(_TOKENIZER_FOLDER)
     return name.startswith(_TOKENIZER) or name.endswith(_TOKENIZER_ENDINGS)
@@ -40,12 +40,12 @@ def is_of_tokenizer(name: str) -> bool:
 def carried_files(registered: Mapping[str, bytes], folder: Mapping[str, bytes]) -> dict[str, bytes]:
     """The files of a version whose weights come from a folder.
 
-    The folder's files are what its weights were saved with. Trainers often save a config alone, so the registered files that the folder does
-    not have stay, but for those of the tokenizer if the folder brings one.
+    The folder's files were saved together with its weights. Trainers often save only a config, so registered files that the folder lacks are kept,
+    except tokenizer files if the folder contains a tokenizer.
 
     Args:
-        registered: by name, as the model is registered.
-        folder: by name, as they lie beside the weights.
+        registered: the model's registered files, by name.
+        folder: files next to the weights, by name.
     """
     brings_tokenizer = has_tokenizer(folder)
     stay = {

@@ -1,7 +1,7 @@
-"""Choice of the files of a folder that belong to the model besides its weights. Pure.
+"""Selection of a folder's files, other than weights, that belong to the model. Pure.
 
-Everything is kept but weights, which are pushed as tensors or are there in another format, what a trainer keeps to go on, and what is too
-large to be registered. Each file or folder that is left out is named, with the reason.
+All files are included except weights (which are pushed as tensors, or exist in another format), a trainer's state for resuming, and files that are
+too large to register. Each excluded file or folder is reported with the reason.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from weighbridge._core.file_names import SIGNATURES_FOLDER, is_component, is_fil
 from weighbridge._core.text.sizes import readable_size
 
 MAX_BYTES = 60 << 20
-"""Of all files together: a registration is one request, which has 64 MiB at most."""
+"""Limit for all files together: a registration is one request of at most 64 MiB."""
 
 _NEEDED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md", ".py", ".spm", ".bpe")
-"""Endings of files that loaders ask for. They are never left out for their size: a registration that is too large says so."""
+"""Suffixes of files that loaders request. They are never excluded for their size; a registration that is too large fails with an error."""
 _OWN_FILES = ("weighbridge.json",)
 _OWN_ENDINGS = (".safetensors", ".safetensors.index.json", ".blake3")
 _WEIGHTS = re.compile(
@@ -34,7 +34,7 @@ _TRAINING = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file that lies in a folder.
+    """A file in a folder.
 
     Attributes:
         name: its path within the folder, with slashes.
@@ -47,11 +47,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The files that are taken, and the others.
+    """The included files, and the excluded ones.
 
     Attributes:
-        taken: names of the files, in order.
-        left_out: why each other file, or folder with all that lies in it (its name ends with a slash), is not taken.
+        taken: names of the included files, in order.
+        left_out: the reason for each excluded file or folder. The name of a folder ends with a slash and covers its whole content.
     """
 
     taken: tuple[str, ...]
@@ -59,24 +59,24 @@ class Choice:
 
 
 def is_passed_over(component: str) -> bool:
-    """Whether a file or folder of this name is of no checkpoint: hidden ones are those of version control, caches and editors."""
+    """Whether a file or folder with this name is not part of a checkpoint: hidden ones belong to version control, caches and editors."""
     return component.startswith(".") or component == "__pycache__"
 
 
 def holds_weights(names: Iterable[str]) -> bool:
-    """Whether files with these names, which lie side by side, are a checkpoint of their own, or a part of one."""
+    """Whether files with these names in one folder are a separate checkpoint, or a part of one."""
     return any(_WEIGHTS.search(name.lower()) for name in names)
 
 
 def choose(found: Iterable[Found], most_bytes: int = MAX_BYTES) -> Choice:
-    """Say which files of a folder belong to the model besides its weights.
+    """Select the files of a folder, other than weights, that belong to the model.
 
-    A folder in it that has weights beside its files is left out as a whole: ``checkpoint-500``, ``onnx``, ``original``. Of files that no
-    loader is known to ask for, the smaller ones are taken first, as far as there is room.
+    A subfolder that contains weights is excluded as a whole: ``checkpoint-500``, ``onnx``, ``original``. Files that no known loader requests are
+    included up to the limit, smaller ones first.
 
     Args:
-        found: the regular files, those in folders too.
-        most_bytes: that can be registered together.
+        found: the regular files, including those in subfolders.
+        most_bytes: maximum bytes that can be registered together.
     """
     files = sorted(found, key=lambda each: each.name)
     of_folder: dict[str, list[str]] = {}
@@ -112,12 +112,12 @@ def choose(found: Iterable[Found], most_bytes: int = MAX_BYTES) -> Choice:
 
 
 def _folders(name: str) -> Iterator[str]:
-    """The folders that a file lies in, the outermost first, each with its slash."""
+    """The folders that contain a file, outermost first, each with a trailing slash."""
     return (name[: slash.end()] for slash in re.finditer("/", name))
 
 
 def _is_own(name: str) -> bool:
-    """Whether a file is the weights that are pushed, or what a service has written beside them: a version gets its own."""
+    """Whether a file contains the pushed weights, or was written next to them by a service, which writes new ones for each version."""
     lowered = name.lower()
     if lowered.startswith(f"{SIGNATURES_FOLDER}/"):
         return True

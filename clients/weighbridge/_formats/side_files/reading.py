@@ -1,4 +1,4 @@
-"""Files of a model's folder besides its weights, read; those that are left out are named."""
+"""Reads the files of a model's folder other than weights, and reports those that are left out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 CONFIG = "config.json"
 _MOST_FILES = 10_000
 _MOST_BYTES = 256 << 20
-"""Most bytes of all files together: several times what can be registered, and still fits in memory."""
+"""Maximum bytes of all files together: several times the limit for registration, but small enough for memory."""
 _NAMED = 20
 _REASONS: dict[type[WeighbridgeError], str] = {
     NotFound: "it is a link to what is not there",
@@ -32,11 +32,11 @@ _REASONS: dict[type[WeighbridgeError], str] = {
 
 @dataclass(frozen=True)
 class SideFiles:
-    """The files of a folder that belong to the model besides its weights.
+    """The files of a folder, other than weights, that belong to the model.
 
     Attributes:
-        files: content by name; names of files in folders have slashes. ``config.json`` is among them.
-        left_out: why each other file or folder was not taken, by name; neither the weights nor hidden files are among them.
+        files: content by name; names of files in folders contain slashes. ``config.json`` is included.
+        left_out: why each other file or folder was excluded, by name, except weights and hidden files.
     """
 
     files: dict[str, bytes] = field(repr=False)
@@ -44,13 +44,12 @@ class SideFiles:
 
     @staticmethod
     def read(folder: Path) -> SideFiles:
-        """Read the files of a folder, of folders in it too.
+        """Read the files of a folder and its subfolders.
 
         Raises:
-            NotFound: no such folder, or no ``config.json`` in it.
-            DataLoss: ``config.json`` is no regular file.
-            InvalidArgument: it is a link out of the folder, a file may not be read, or there are more files, or more bytes in them, than in any
-                checkpoint.
+            NotFound: the folder does not exist, or contains no ``config.json``.
+            DataLoss: ``config.json`` is not a regular file.
+            InvalidArgument: it is a link out of the folder, a file is not readable, or the folder has more files or bytes than any checkpoint.
         """
         if not folder.is_dir():
             raise NotFound(
@@ -76,12 +75,12 @@ class SideFiles:
         return SideFiles(files, dict(sorted({**chosen.left_out, **elsewhere}.items())))
 
     def kinds(self) -> dict[str, int]:
-        """Number of files and folders that are left out, under the text by which reports of conversions name them; empty if there are none."""
+        """Number of excluded files and folders, under their description in conversion reports; empty if there are none."""
         names = [readable(name.removesuffix("/")) for name in self.left_out]
         return {f"files ({', '.join(names[:_NAMED])})": len(names)} if names else {}
 
     def tell(self, model: str, folder: str | Path) -> None:
-        """Log what is left out."""
+        """Log the excluded files."""
         for name, reason in list(self.left_out.items())[:_NAMED]:
             log.warning("%s: %s of %s is left out: %s", model, readable(name), folder, reason)
         if len(self.left_out) > _NAMED:
@@ -110,7 +109,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _files_of(folder: Path) -> tuple[list[Found], dict[str, str]]:
-    """All regular files in a folder that are not hidden, and the reasons why others were left out."""
+    """All regular, visible files in a folder, and the reasons why others were excluded."""
     found: list[Found] = []
     elsewhere: dict[str, str] = {}
     waiting = [""]

@@ -1,6 +1,6 @@
-"""Regular files of a folder. A link is followed within the folder only: files elsewhere, devices and pipes are not opened.
+"""Regular files of a folder. Links are followed only within the folder; files elsewhere, devices and pipes are not opened.
 
-A folder that was downloaded may have links to any file of this machine, and what is imported can be read by everybody who may look. In a
+A downloaded folder may contain links to any file of this machine, and imported files are readable by every client with read access. In a
 cache of the Hugging Face Hub, each file of a snapshot is a link into the ``blobs`` of the same repository
 (https://huggingface.co/docs/huggingface_hub/guides/manage-cache): these are part of the folder.
 """
@@ -21,7 +21,7 @@ _MOST_OPEN = 1 << 20
 
 
 def reach_of(folder: Path) -> tuple[Path, ...]:
-    """The folders in which files of a folder may lie: itself, and the blobs of the cache if it is a snapshot of one, or lies in one."""
+    """The folders that may contain files of a folder: itself, and the cache's blobs if it is a snapshot of a cache or is inside one."""
     root = folder.resolve()
     snapshots = next((parent for parent in root.parents if parent.name == _SNAPSHOTS), None)
     return (root,) if snapshots is None else (root, snapshots.with_name(_BLOBS))
@@ -31,12 +31,12 @@ def fault_of(path: Path, folder: Path) -> WeighbridgeError | None:
     """Error for a file of a folder that must not be opened; None if it may be. Links are followed, and nothing is opened.
 
     Args:
-        path: of the file.
-        folder: in which it must lie.
+        path: path of the file.
+        folder: folder that must contain it.
 
     Returns:
-        NotFound: there is no such file.
-        DataLoss: it is no regular file.
+        NotFound: the file does not exist.
+        DataLoss: it is not a regular file.
         InvalidArgument: it is a link out of the folder.
     """
     try:
@@ -68,8 +68,8 @@ def open_regular(path: Path, folder: Path) -> int:
     """A descriptor of a file of a folder, open for reading.
 
     Raises:
-        NotFound: there is no such file.
-        DataLoss: it is no regular file.
+        NotFound: the file does not exist.
+        DataLoss: it is not a regular file.
         InvalidArgument: it is a link out of the folder, or may not be read.
         ResourceExhausted: this process has too many files open.
     """
@@ -95,7 +95,7 @@ def open_regular(path: Path, folder: Path) -> int:
 
 
 def _open(path: Path) -> int:
-    # a file that has become a link or a pipe meanwhile is neither followed nor waited for
+    # if the file was meanwhile replaced by a link or a pipe, the link is not followed and the open does not block
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(path, flags)

@@ -1,4 +1,4 @@
-"""Signatures of an exported version: written beside its files, with the manifest that is signed along, where the files are as they were signed."""
+"""Signatures of an exported version: written next to its files, with the signed manifest, if the files are those that were signed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from weighbridge._core.resources import Signature
 
 
 def write_signatures(folder: Path, manifest: ManifestText, signatures: Sequence[Signature]) -> bool:
-    """Write a version's manifest and signatures to a folder that it was written to without a cast; whether the folder has the files that the
-    version has in the store. With files of another size it has others, and nothing is written.
+    """Write a version's manifest and signatures to a folder to which the version was exported without a cast. Returns whether the folder has the same
+    files as the store. With a different maximum file size it does not, and nothing is written.
 
     Raises:
         OSError: the folder cannot be written.
@@ -27,7 +27,7 @@ def write_signatures(folder: Path, manifest: ManifestText, signatures: Sequence[
 
 
 def write_signature_files(folder: Path, signatures: Sequence[Signature]) -> list[Path]:
-    """Write each signature to a file of its own, as ``model_signing verify`` takes it; their paths.
+    """Write each signature to a separate file, as ``model_signing verify`` requires. Returns the paths.
 
     Raises:
         OSError: the folder cannot be written.

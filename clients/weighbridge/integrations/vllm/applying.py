@@ -222,7 +222,7 @@ class Applier:
     def _fill(
         self, layer: torch.nn.Module, fills: Mapping[str, Fill], borrowed: Borrowed, *, alone: bool
     ) -> bool:
-        """Fill one layer, without reloading if possible. Returns whether it was filled in place."""
+        """Fill one layer; ``alone`` if nothing else fills it. Returns whether it was filled in place."""
         if alone and self._is_as_loaded(layer):
             live = _live_tensors(layer)
             for name, fill in fills.items():

@@ -179,8 +179,8 @@ class ColocatedEngine:
         lane: how weights travel to the engine; None keeps its start setting.
         stale_drafter: policy for versions that leave the engine's drafter behind: ``refuse`` or ``allow``; None keeps its start setting. With level
             2, a drafter that is a separate model is lost.
-        level: of its sleep. With 2 its weights are discarded, which costs no host memory and no time: the service has them. With 1 vLLM keeps
-            them: for engines with parameters that no version fills.
+        level: level of its sleep. With 2 its weights are discarded, which costs neither host memory nor time, because the service has them. With 1
+            vLLM keeps them; use this for engines with parameters that no version fills.
         ranks: ranks of the trainer, if there are several: a `weighbridge.integrations.engine_rank.agreement.ProcessGroup` of gloo.
         memory: returns the used bytes of the GPU; by default from CUDA.
     """
