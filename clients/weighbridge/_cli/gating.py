@@ -1,4 +1,4 @@
-"""Commands that hold versions, protect refs, and let both pass: gate, approve."""
+"""Commands that hold versions, protect refs, and approve versions and changes of refs: gate, approve."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REQUIRED, _NONE = "required", "none"
 _HOLD, _ALLOW = "hold", "allow"
 _MOST_APPROVALS = 16
 _NAMED = 10
-"""Number of held versions that are named."""
+"""Maximum number of held versions that are listed."""
 
 
 @click.command("gate", cls=Command)
@@ -158,6 +158,6 @@ def _approve_request(
 def _caller() -> str:
     try:
         user = getpass.getuser()
-    except (OSError, KeyError):  # containers run under numbers that have no name
+    except (OSError, KeyError):  # in containers, user ids often have no name
         return ""
     return f"{user}@{socket.gethostname()}"

@@ -1,4 +1,4 @@
-"""Output of commands: results, progress and errors, as text and tables for people, as JSON for programs."""
+"""Output of commands: results, progress and errors, as text and tables for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 _WIDE = 10_000
-"""Columns where there is no terminal: wide enough that nothing is ever folded."""
+"""Width without a terminal: wide enough that no line is ever folded."""
 _APART = 2
-"""Columns between those of a table."""
+"""Space between the columns of a table."""
 
 
 def say(*lines: str, err: bool = False) -> None:
     """Print lines to stdout or stderr.
 
-    Text from elsewhere in them, such as names and reasons, is escaped: the terminal executes none of it, and it starts no line of its own.
+    Strings from other sources in them, such as names and reasons, are escaped, so that they contain neither terminal control sequences nor line
+    breaks.
     """
     click.echo("\n".join(map(plain, lines)), err=err)
 
 
 def print_left_out(left_out: Mapping[str, int], *, err: bool = False) -> None:
-    """Report how many entries of a checkpoint were not taken, by kind; nothing if all were."""
+    """Report how many entries of a checkpoint were left out, by kind; prints nothing if there are none."""
     if left_out:
         what = ", ".join(f"{kind}: {count}" for kind, count in left_out.items())
         say(f"left out, as they are no weights of the model: {what}", err=err)
@@ -45,9 +46,9 @@ def print_result(found: Any, as_json: bool, *lines: str, one_line: bool = False)
     """Print the result of a command to stdout.
 
     Args:
-        found: for programs, as `print_json` takes it.
+        found: the result for programs, as for `print_json`.
         as_json: whether ``--json`` was given.
-        lines: the same for people.
+        lines: the result for people.
         one_line: whether the document is one of several.
     """
     if as_json:
@@ -57,7 +58,7 @@ def print_result(found: Any, as_json: bool, *lines: str, one_line: bool = False)
 
 
 def print_json(value: Any, *, one_line: bool = False) -> None:
-    """Print one JSON document to stdout, of values and of dataclasses that are `JsonValue`. Terminal control sequences in its texts are escaped."""
+    """Print one JSON document to stdout, of values and of dataclasses that are `JsonValue`. Terminal control sequences in its strings are escaped."""
     text = json.dumps(json_value(value), indent=None if one_line else 2, ensure_ascii=False)
     if not text.isprintable():
         text = "".join(
@@ -69,12 +70,12 @@ def print_json(value: Any, *, one_line: bool = False) -> None:
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], *, below: Collection[str] = ()
 ) -> None:
-    """Print a table to stdout, as plain text where that is not a terminal.
+    """Print a table to stdout, as plain text if stdout is not a terminal.
 
     Args:
-        columns: their titles.
-        rows: a cell for each.
-        below: columns that go below each row, as text, where the terminal is too narrow for all of them.
+        columns: titles of the columns.
+        rows: one cell per column.
+        below: columns that are printed below each row, as text, if the terminal is too narrow for all of them.
     """
     from rich.cells import cell_len
     from rich.console import Console
@@ -110,14 +111,14 @@ def print_table(
 
 
 def print_drawn(console: Console, *drawn: RenderableType) -> None:
-    """Print renderables of rich to stdout, without blanks at the ends of lines. Their texts must have passed `plain` already."""
+    """Print renderables of rich to stdout, without trailing spaces. Their strings must have passed `plain` already."""
     with console.capture() as captured:
         console.print(*drawn, sep="\n")
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _fitted(natural: Sequence[int], room: int) -> list[int]:
-    """Widths of columns that fit into so much room: the widest are cut down, all to one width."""
+    """Widths of columns that fit into the given width: the widest columns are reduced, all to the same width."""
     most = max(natural, default=0)
     while most > 1 and sum(min(width, most) for width in natural) > room:
         most -= 1
@@ -153,14 +154,14 @@ class PlainFormatter(logging.Formatter):
 
 @contextmanager
 def progress_bar(what: str, *, counted: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr while the block runs; none where that is not a terminal.
+    """A progress bar on stderr while the block runs; none if stderr is not a terminal.
 
     Args:
         what: name of the work.
-        counted: whether progress is counted in things instead of bytes.
+        counted: whether progress is counted in items instead of bytes.
 
     Yields:
-        A function to call with the bytes, or things, done and in all.
+        A function to call with the bytes or items done, and the total.
     """
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
@@ -189,14 +190,14 @@ def progress_bar(what: str, *, counted: bool = False) -> Iterator[Callable[[int,
 
 @contextmanager
 def progress_phases(what: str, first: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A line on stderr that names the current phase while the block runs, and how long it has taken; no line where stderr is not a terminal.
+    """A line on stderr that shows the current phase and its duration while the block runs; no line if stderr is not a terminal.
 
     Args:
         what: name of the work.
         first: its first phase.
 
     Yields:
-        A function to call with a phase, and with its bytes done and in all; 0 and 0 for a phase that counts none.
+        A function to call with a phase, its bytes done, and their total; 0 and 0 for a phase without a byte count.
     """
     if not sys.stderr.isatty():
         yield lambda _phase, _done, _total: None
@@ -227,7 +228,7 @@ def progress_phases(what: str, first: str) -> Iterator[Callable[[str, int, int],
 
 
 def readable_time(unix_ms: int) -> str:
-    """A time for people, in the local time zone; ``-`` for one that has not come."""
+    """A readable time in the local time zone; ``-`` if the event has not happened."""
     return (
         datetime.fromtimestamp(unix_ms / 1000).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
         if unix_ms

@@ -24,7 +24,7 @@ from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound, U
 T = TypeVar("T")
 
 _DURABLE_SECONDS = 60.0
-"""How long the hook watches a version until it is stored, so that the log can report the outcome."""
+"""Time for which the hook watches a version until it is stored, so that the log can report the outcome."""
 
 
 class GuardedPushes:

@@ -1,4 +1,4 @@
-"""Requests to a service's HTTP address, as it was named or as the service reports it, with the credentials of the environment."""
+"""Requests to a service's HTTP address, as given or as reported by the service, with the credentials of the environment."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 _NAME_IT = "name its HTTP address: --http HOST:PORT, or WEIGHBRIDGE_HTTP"
 _UNSPECIFIED = ("0.0.0.0", "::")  # noqa: S104  # nothing is bound
 _LONGEST = 16 << 20
-"""Bytes of an answer."""
+"""Maximum bytes of a response."""
 _PART = 64 << 10
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Refuse redirects: a service sends none, and the token is for the address that was named."""
+    """Refuse redirects: a service sends none, and the token must go only to the given address."""
 
     def redirect_request(self, *_: object) -> None:
         """Return None, which makes the redirect an error."""
@@ -35,8 +35,8 @@ def told_address(server: str, credentials: Credentials) -> str:
     """HTTP address that a service reports at its gRPC address. No other address receives a token.
 
     Raises:
-        FailedPrecondition: the service reports none, or one that only its own machine reaches.
-        WeighbridgeError: the service does not answer, or refuses.
+        FailedPrecondition: the service reports none, or one that is reachable only from its own machine.
+        WeighbridgeError: the service does not respond, or refuses.
     """
     from weighbridge._clients.transport import find_faces
 
@@ -53,7 +53,7 @@ def told_address(server: str, credentials: Credentials) -> str:
 
 
 def reached_at(told: str, server: str) -> str:
-    """Address at which a client reaches what the service listens at; empty if it cannot.
+    """Address at which a client reaches an address that the service listens on; empty if it cannot.
 
     Args:
         told: ``host:port`` at which the service listens.
@@ -69,7 +69,7 @@ def reached_at(told: str, server: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer.
+    """A response.
 
     Attributes:
         value: the JSON document.
@@ -83,18 +83,18 @@ class Answer:
 
 
 def ask(address: str, path: str, seconds: float, credentials: Credentials | None = None) -> Answer:
-    """Request a path of a service over HTTP, and parse the JSON of its answer.
+    """Request a path of a service over HTTP, and parse the JSON response.
 
     Args:
-        address: ``host:port``, or a URL. By https where authorities are named.
+        address: ``host:port``, or a URL. Uses https if certificate authorities are configured.
         path: such as ``/v1/checks``.
         seconds: the timeout.
         credentials: those of the environment by default.
 
     Raises:
-        InvalidArgument: ``address`` is no HTTP address.
-        PermissionDenied: the service does not let this client look.
-        Unavailable: nothing answers there, or something that is no service does.
+        InvalidArgument: ``address`` is not an HTTP address.
+        PermissionDenied: the service does not permit this client to read it.
+        Unavailable: nothing responds there, or the response does not come from a service.
     """
     if credentials is None:
         from weighbridge._transport.credentials import Credentials
@@ -136,7 +136,7 @@ def ask(address: str, path: str, seconds: float, credentials: Credentials | None
 
 
 def _read(response: http.client.HTTPResponse, url: str, until_s: float) -> bytes:
-    """Read an answer, with bounds on its size and time: anything may be answering."""
+    """Read a response, with limits on its size and time, because the sender may be anything."""
     found = bytearray()
     while part := response.read1(_PART):
         found += part
@@ -146,7 +146,7 @@ def _read(response: http.client.HTTPResponse, url: str, until_s: float) -> bytes
 
 
 def no_service(url: str) -> Unavailable:
-    """Error for an answer that no service has sent."""
+    """Error for a response that does not come from a service."""
     return Unavailable(f"{url} does not answer as a service does", fix="is this its --http?")
 
 

@@ -8,7 +8,7 @@ from weighbridge._core.checks import Check, CheckStatus
 from weighbridge._core.text.durations import readable_duration
 
 _MOST_SKEW_S = 5.0
-"""Difference of clocks above which times in lists, logs and traces mislead; tokens and certificates tolerate more."""
+"""Clock difference above which times in lists, logs and traces are misleading; tokens and certificates tolerate more."""
 _SOON_DAYS = 14
 """Days before its end by which a certificate should have been renewed."""
 _DAY_S = 86_400.0
@@ -21,8 +21,8 @@ class PortReading:
     Attributes:
         address: ``host:port``.
         what: protocol that is expected there, such as ``gRPC``.
-        error: why it cannot be reached; empty if it can.
-        seconds: time that connecting took.
+        error: why it is unreachable; empty if it is reachable.
+        seconds: duration of the connection attempt.
     """
 
     address: str
@@ -49,7 +49,7 @@ class CertificateReading:
 
     Attributes:
         address: ``host:port``.
-        error: why the certificate, or the handshake, was refused; empty if it was not.
+        error: why the certificate or the handshake was refused; empty on success.
         expires_s: end of its validity, Unix time in seconds; 0 if the handshake failed.
         names: names for which it was issued.
     """
@@ -61,10 +61,10 @@ class CertificateReading:
 
 
 def check_certificate(reading: CertificateReading, now_s: float) -> Check:
-    """Whether the certificate at an address is valid, for this name, by an authority that is trusted, and for how long.
+    """Check the certificate at an address: whether it is valid for this name and issued by a trusted authority, and when it expires.
 
     Args:
-        reading: of the handshake.
+        reading: result of the handshake.
         now_s: Unix time in seconds.
     """
     name = f"certificate of {reading.address}"
@@ -103,7 +103,7 @@ def check_skew(asked_s: float, answered_s: float, said_s: float) -> Check:
     """Whether this machine's clock and that of a service agree.
 
     Args:
-        asked_s, answered_s: when the request was sent, and when its answer had arrived, by this machine's clock: Unix time in seconds.
+        asked_s, answered_s: when the request was sent and when its response arrived, by this machine's clock, as Unix time in seconds.
         said_s: the service's clock in between, rounded down to a whole second.
     """
     behind, ahead = asked_s - (said_s + 1), said_s - answered_s
@@ -124,12 +124,12 @@ def check_skew(asked_s: float, answered_s: float, said_s: float) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class LaneReading:
-    """State of a service's local socket, as this process finds it.
+    """State of a service's local socket, as seen by this process.
 
     Attributes:
-        socket: its path, as the service says; empty if it has none.
+        socket: its path, as reported by the service; empty if it has none.
         unavailable: why it has none.
-        same_host: whether the service's address is one of this machine alone.
+        same_host: whether the service's address belongs only to this machine.
         error: why this process cannot connect to it; empty if it can.
         missing: whether there is nothing at the path.
     """
@@ -142,7 +142,7 @@ class LaneReading:
 
 
 def check_lane(reading: LaneReading) -> Check:
-    """Whether this process shares memory with the service, or what is in the way."""
+    """Check whether this process can share memory with the service, and otherwise why not."""
     name = "local lane"
     if not reading.socket:
         status = CheckStatus.WARN if reading.same_host else CheckStatus.OK
@@ -178,8 +178,8 @@ class SharedMemoryReading:
     Attributes:
         kernel: release of Linux.
         shared: why memory without a file system cannot be shared (memfd_create); empty if it can.
-        ahead: why it cannot be made ahead of its use (MADV_POPULATE_WRITE); empty if it can.
-        huge: why its pages cannot be made huge (MADV_COLLAPSE); empty if they can.
+        ahead: why it cannot be allocated ahead of its use (MADV_POPULATE_WRITE); empty if it can.
+        huge: why its pages cannot be collapsed into huge pages (MADV_COLLAPSE); empty if they can.
         policy: the kernel's policy on huge pages of shared memory (``shmem_enabled``); empty if it has none.
     """
 
@@ -209,7 +209,7 @@ def check_shared_memory(reading: SharedMemoryReading) -> Check:
 
 
 def check_huge_pages(reading: SharedMemoryReading) -> Check:
-    """Whether shared memory of a service here has huge pages."""
+    """Check whether shared memory of a service on this machine has huge pages."""
     name = "huge pages"
     if not reading.huge and not reading.shared:
         return Check.ok(name, "shared memory has them")

@@ -37,7 +37,7 @@ def read_port(address: str, what: str) -> PortReading:
 
 
 def read_certificate(address: str, credentials: Credentials) -> CertificateReading:
-    """Shake hands by TLS with what answers at an address, as a client with these credentials does."""
+    """Make a TLS handshake with the server at an address, as a client with these credentials does."""
     host, port = host_and_port(address)
     context = credentials.for_https()
     context.set_alpn_protocols(["h2", "http/1.1"])
@@ -59,10 +59,10 @@ def read_certificate(address: str, credentials: Credentials) -> CertificateReadi
 
 
 def read_lane(address: str, credentials: Credentials) -> LaneReading:
-    """Ask a service where its local socket is, and connect to that.
+    """Request the path of a service's local socket, and connect to it.
 
     Raises:
-        WeighbridgeError: the service cannot be asked.
+        WeighbridgeError: the request to the service failed.
     """
     from weighbridge._clients.transport import find_faces
 
@@ -83,7 +83,7 @@ def read_lane(address: str, credentials: Credentials) -> LaneReading:
 
 
 def read_bulk_port(address: str, credentials: Credentials) -> PortReading | None:
-    """Connect to the port at which a service takes streams of weights; None if they have none of their own, or it cannot be asked."""
+    """Connect to a service's port for streams of weights; None if streams have no separate port, or the service is unreachable."""
     from weighbridge._transport import rpc
     from weighbridge.v1 import bulk_service_pb2, bulk_service_pb2_grpc
 
@@ -107,7 +107,7 @@ def read_releases() -> Iterator[tuple[str, str]]:
 
 
 def read_shared_memory() -> SharedMemoryReading:
-    """Make one huge page of shared memory, as a service does, and give it back."""
+    """Allocate one huge page of shared memory, as a service does, and release it."""
     from weighbridge._memory import paging
 
     kernel, policy = platform.release(), _policy()
@@ -121,7 +121,7 @@ def read_shared_memory() -> SharedMemoryReading:
             descriptor, paging.HUGE_PAGE, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE
         )
         address = paging.address_of(mapped) + offset
-        mapped[offset] = 1  # there is one small page to collapse
+        mapped[offset] = 1  # creates one small page to collapse
         huge = _refusal(address, paging.COLLAPSE)
         ahead = _refusal(address, paging.POPULATE_WRITE)
         return SharedMemoryReading(kernel, ahead=ahead, huge=huge, policy=policy)
@@ -130,13 +130,13 @@ def read_shared_memory() -> SharedMemoryReading:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port``. Raises ValueError if the text has another form."""
+    """Host and port of ``host:port``. Raises ValueError if the string has a different form."""
     host, _, port = address.rpartition(":")
     return host.rpartition("/")[2].strip("[]"), int(port)
 
 
 def _refusal(address: int, advice: int) -> str:
-    """Reason why the kernel refuses an advice on a huge page; empty if it accepts it."""
+    """Reason why the kernel refuses a huge page advice (madvise); empty if it accepts it."""
     from weighbridge._memory import paging
 
     try:
@@ -154,7 +154,7 @@ def _policy() -> str:
 
 
 def _is_here(address: str) -> bool:
-    """Whether an address is one of this machine."""
+    """Whether an address belongs to this machine."""
     host, _ = host_and_port(address)
     try:
         with socket.create_connection(host_and_port(address), _CONNECT_SECONDS) as connection:

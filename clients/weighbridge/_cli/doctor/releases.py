@@ -1,4 +1,4 @@
-"""Releases of other packages: the oldest that Weighbridge works with, those that are known to break something, and what is found of those installed."""
+"""Releases of other packages: the oldest supported ones, those with known faults, and findings about installed ones."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _NUMBERS = re.compile(r"\d+(?:\.\d+)*")
 
 @dataclass(frozen=True, slots=True)
 class Supported:
-    """Range of a package's releases that is supported. It has no end: a release that is newer than the tests is no finding.
+    """Range of supported releases of a package. It has no upper bound: a release that is newer than the tested ones is not a finding.
 
     Attributes:
-        oldest: the first one.
-        tested: the last one that tests of this release of Weighbridge have run with.
+        oldest: the oldest supported release.
+        tested: the newest release with which this release of Weighbridge was tested.
     """
 
     oldest: str
@@ -32,11 +32,11 @@ class KnownFault:
 
     Attributes:
         package: its name.
-        first: the first of them.
-        last: the last of them: all whose numbers begin with it.
-        what: what breaks; follows the version in the message.
+        first: the first affected release.
+        last: the last affected release, including all releases whose numbers begin with it.
+        what: the fault; follows the version in the message.
         fix: as for a finding.
-        source: the place of this repository that shows it, for its developers.
+        source: evidence in this repository, for developers.
     """
 
     package: str
@@ -47,7 +47,7 @@ class KnownFault:
     source: str
 
     def concerns(self, package: str, installed: str) -> bool:
-        """Whether an installed release is one of them."""
+        """Whether an installed release is affected."""
         found, last = release(installed), release(self.last)
         return package == self.package and found >= release(self.first) and found[: len(last)] <= last
 
@@ -83,7 +83,7 @@ KNOWN_FAULTS: Sequence[KnownFault] = (
         "docs/sglang.md#sglang-0510",
     ),
 )
-"""The one table of what is known to break. Those of transformers are excluded by pyproject.toml, too."""
+"""The only table of known faults. pyproject.toml also excludes those of transformers."""
 
 
 def check_release(package: str, installed: str) -> Check | None:
@@ -111,6 +111,6 @@ def check_release(package: str, installed: str) -> Check | None:
 
 
 def release(version: str) -> Release:
-    """The numbers of a version, without what follows them: ``2.13.0+cpu`` is 2.13.0."""
+    """The numeric part of a version: ``2.13.0+cpu`` is 2.13.0."""
     found = _NUMBERS.match(version)
     return tuple(int(each) for each in found[0].split(".")) if found else ()

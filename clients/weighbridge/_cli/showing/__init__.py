@@ -1,4 +1,4 @@
-"""Commands that show people what happens: differences between versions, a service at work, and what a shell offers while a command is typed.
+"""Commands that display information: differences between versions, a service's activity, and shell completion.
 
 May import: as `weighbridge._cli`.
 
@@ -7,8 +7,8 @@ May import: as `weighbridge._cli`.
 - `golden`: golden.
 - `engine_adapters`: adapters.
 - `top`: top.
-- `gathering`: what it reads of a service.
-- `overview`: what that says.
-- `screen`: how it is drawn.
+- `gathering`: readings of a service for it.
+- `overview`: overview derived from readings.
+- `screen`: drawing of an overview.
 - `completing`: completion.
 """

@@ -90,10 +90,10 @@ def diff_command(
 
 
 def sides_of(named: Sequence[str]) -> tuple[Named, Named]:
-    """Sides of a comparison, from the arguments that were typed.
+    """Sides of a comparison, from the command's arguments.
 
     Raises:
-        InvalidArgument: these are not two sides.
+        InvalidArgument: the arguments do not name two sides.
     """
     match named:
         case (model, before, after):

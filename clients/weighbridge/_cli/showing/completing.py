@@ -1,6 +1,7 @@
-"""Completion in shells: the command that prints its script, and the models, versions and refs that it offers.
+"""Shell completion: the command that prints its script, and the models, versions and refs that it offers.
 
-A service is asked only where one of its names is being typed, and only for a moment: without an answer nothing is offered, and nothing is said.
+A request to a service is made only while one of its names is being typed, with a short timeout. Without a response, nothing is offered and no error
+is printed.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ PROGRAM = "weighbridge"
 COMPLETE_VARIABLE = "_WEIGHBRIDGE_COMPLETE"
 """Variable that the scripts set: click then prints completions instead of running a command."""
 _SECONDS = 1.5
-"""Time in which a service must answer."""
+"""Timeout of a service's response."""
 _NEWEST = 30
-"""Number of versions that are offered."""
+"""Maximum number of versions that are offered."""
 _SHELLS = ("bash", "zsh", "fish")
 _WORD = re.compile(r"[A-Za-z0-9_@%+=:./-]+")
 
@@ -66,14 +67,14 @@ def completion_command(shell: str) -> None:
 
 
 def register() -> None:
-    """Have click answer shells as these classes do."""
+    """Make click use these classes for shell completion."""
     for kind in (BashWords, ZshWords, FishWords):
         add_completion_class(kind)
 
 
 class Words(ShellComplete):
-    """Completion by words that every shell takes literally. Other words would be split, expanded or executed there, even if a stranger
-    chose the name.
+    """Completion by words that every shell takes literally. Shells would split, expand or execute other words, and another user may have chosen the
+    name.
     """
 
     def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem[str]]:
@@ -96,7 +97,7 @@ class FishWords(Words, FishComplete):
 class BashWords(Words, BashComplete):
     """Completion in bash of words with ``@`` and ``:`` in them, at which it breaks words (``COMP_WORDBREAKS``).
 
-    Bash passes the line as it was typed, and replaces only the part behind the last break; so only that part of a completion is returned.
+    Bash passes the line as it was typed, and replaces only the part after the last break; so only that part of a completion is returned.
     """
 
     source_template = """\
@@ -130,7 +131,7 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 
 
 def before_break(word: str, breaks: str) -> str:
-    """Part that bash leaves of a word: up to the last character at which it breaks words. Bash replaces an ``@`` together with the rest."""
+    """Part of a word that bash keeps: up to the last character at which it breaks words. Bash replaces an ``@`` together with the rest."""
     last = max((word.rfind(each) for each in breaks if each in "@:="), default=-1)
     return word[:last] if word[last : last + 1] == "@" else word[: last + 1]
 
@@ -158,11 +159,11 @@ def numbers(ctx: click.Context, _param: click.Parameter, incomplete: str) -> lis
 def reference(
     metavar: str, callback: Callable[..., Any], offers: Callable[..., Any] = references
 ) -> Callable[[F], F]:
-    """The argument of a command that names a model, and a version where the command wants one.
+    """The argument of a command that names a model, and a version if the command requires one.
 
     Args:
-        metavar: how help writes it.
-        callback: reads it.
+        metavar: its name in help.
+        callback: parses it.
         offers: completes it.
     """
     return click.argument("reference", callback=callback, metavar=metavar, shell_complete=offers)
@@ -170,7 +171,7 @@ def reference(
 
 def refs(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
     """Offers of a ref of the model that was typed before."""
-    # before the value of an option, click has not given arguments to their parameters yet
+    # before the value of an option, click has not yet assigned arguments to their parameters
     named = (
         ctx.params.get("model") or getattr(ctx.params.get("reference"), "model", "") or "".join(ctx.args[:1])
     )
@@ -183,7 +184,7 @@ def refs(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[C
 
 
 def sides(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
-    """Offers of what is compared: MODEL VERSION VERSION, or two of MODEL@VERSION and folders."""
+    """Completions of a comparison's sides: MODEL VERSION VERSION, or two of MODEL@VERSION and folders."""
     before = ctx.params.get("named") or ()
     if before and "@" not in before[0] and not os.path.isdir(before[0]):  # of what was typed
         model = before[0]
@@ -225,9 +226,9 @@ def offered_versions(refs: dict[str, int], listed: Iterable[Version]) -> list[Co
 
 
 def _ask(ctx: click.Context, question: Callable[[Client], T]) -> T | None:
-    """Answer of a service; None if there is no answer in time, or an error: the user is waiting while typing, and could not use the error."""
+    """Response of a service; None after a timeout or an error: the user is typing, and could not act on the error."""
     from weighbridge._clients.client import (
-        Client,  # takes long on a busy machine, and does not count as the service's time
+        Client,  # importing this is slow on a busy machine, and does not count as the service's time
     )
 
     found: list[T] = []

@@ -1,4 +1,4 @@
-"""Readings of a service for an overview: over gRPC what every client may see; over HTTP the use of memory, where this client may observe it."""
+"""Readings of a service for an overview: over gRPC, information that every client may see; over HTTP, memory use, if this client may observe it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from weighbridge.errors import DeadlineExceeded, ResourceExhausted, Unavailable,
 
 T = TypeVar("T")
 AWAY = (Unavailable, DeadlineExceeded, ResourceExhausted)
-"""Errors of a service that is away, or too busy to answer: it is asked again."""
+"""Errors of a service that is unreachable or too busy; the request is retried."""
 _NEWEST = 12
-"""Number of versions of each model that are read."""
+"""Number of versions that are read per model."""
 _AT_ONCE = 8
 """Number of concurrent requests to a service."""
 _HTTP_SECONDS = 2.0
 _ASK_HTTP_AGAIN_SECONDS = 30.0
-"""Time after which an HTTP address that has not answered is asked again."""
+"""Time after which an unresponsive HTTP address is tried again."""
 
 
 class Gatherer:
-    """Reads one service again and again.
+    """Reads one service repeatedly.
 
     Args:
         server: its gRPC address, or those of its replicas.
@@ -59,8 +59,8 @@ class Gatherer:
         """Read it now.
 
         Raises:
-            Unavailable: it cannot be reached.
-            WeighbridgeError: it does not answer what is needed.
+            Unavailable: the service is unreachable.
+            WeighbridgeError: a required request failed.
         """
         run = self._connection.run
         if self._models:
@@ -101,7 +101,7 @@ class Gatherer:
         return tuple(engine for engine in listed if engine.model in names)
 
     def _memory(self) -> MemoryUse | None:
-        """Use of memory; None if the service does not report where to ask for it, or does not let this client look."""
+        """Memory use; None if the service does not report its HTTP address, or does not permit this client to read it."""
         if time.monotonic() < self._ask_http_at:
             return None
         connection = self._connection
@@ -113,7 +113,7 @@ class Gatherer:
             return None
 
     def _perhaps(self, question: Callable[[], T]) -> T | None:
-        """The answer to a question that the service may refuse by its policy."""
+        """The response to a request that the service's policy may refuse."""
         try:
             return question()
         except AWAY:
@@ -123,7 +123,7 @@ class Gatherer:
 
 
 def memory_of(answer: Any) -> MemoryUse:
-    """Parse the answer of ``/v1/memory``. Raises Unavailable if it is not that of a service."""
+    """Parse the response of ``/v1/memory``. Raises Unavailable if it does not come from a service."""
     try:
         return MemoryUse(
             images=int(answer["memory"]["in_use"]),

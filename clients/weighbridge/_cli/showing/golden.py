@@ -1,4 +1,4 @@
-"""Command about golden prompts: shows them, makes them, and asks a running engine: golden."""
+"""Command that shows or creates golden prompts, or sends them to a running engine: golden."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _made(
     model = from_weighbridge(name, client, dtype=torch.float32)
     prompts = chosen if chosen is not None else written_prompts(model, count or 1, tokens, seed)
     made = GoldenPrompts(tuple(golden_prompts(model, prompts)), max_drift)
-    made.metadata()  # refuses what no push would take
+    made.metadata()  # refuses prompts that a push would refuse
     return made
 
 
@@ -246,10 +246,10 @@ def _asked(
 
 
 def _check_serves(serving: Serving, version: Version) -> None:
-    """Refuse an engine of another version: its answers may be within the bound, and say nothing of this one.
+    """Refuse an engine that serves another version: its answers may be within the bound without being evidence for this version.
 
     Raises:
-        FailedPrecondition: says what it serves.
+        FailedPrecondition: the engine serves another version; names it.
     """
     if serving.broken:
         raise FailedPrecondition(f"the engine serves no version: {serving.broken}", fix="update it first")

@@ -1,4 +1,4 @@
-"""Overview of what a service does, from what was read of it: pushes with their rates, versions, models, engines, memory. Pure."""
+"""Overview of a service's activity, derived from readings: pushes with their rates, versions, models, engines, memory. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse(JsonValue):
-    """Use of memory by a service, in bytes.
+    """Memory use of a service, in bytes.
 
     Attributes:
         images: versions in memory.
         budget: limit of ``images``.
         disk: versions in the scratch folder.
-        in_flight: bytes on their way through gRPC, by direction.
+        in_flight: bytes in transit through gRPC, by direction.
         byte_budget: limit of ``in_flight``.
     """
 
@@ -39,13 +39,13 @@ class Reading:
     """State of a service at one time.
 
     Attributes:
-        at_s: of the monotonic clock, in seconds.
+        at_s: monotonic clock, in seconds.
         time_ms: Unix time in milliseconds.
-        models: those that this client may see.
-        versions: of each model the newest ones, also those being received, and those that failed lately.
-        ranks: how far each rank is of versions that are being received.
-        engines: that have reported.
-        memory: None if its HTTP face was not asked.
+        models: models that this client may see.
+        versions: newest versions of each model, including those being received and those that failed recently.
+        ranks: progress of each rank for versions that are being received.
+        engines: engines that have reported.
+        memory: None if the HTTP endpoint was not read.
     """
 
     at_s: float
@@ -62,7 +62,7 @@ class PushingRank(JsonValue):
     """A rank of a push.
 
     Attributes:
-        progress: how far it is.
+        progress: its progress.
         rate: bytes a second since the previous reading; None if there was none.
     """
 
@@ -75,10 +75,10 @@ class Push(JsonValue):
     """A version that is being received.
 
     Attributes:
-        version: as it stands.
+        version: its current state.
         rate: bytes a second since the previous reading; None if there was none.
-        left_s: seconds until all bytes are there, at this rate; None if that is not known.
-        ranks: the ranks; empty if the replica that was asked does not know them.
+        left_s: seconds until all bytes have arrived, at this rate; None if not known.
+        ranks: the ranks; empty if the replica that responded does not know them.
     """
 
     version: Version
@@ -97,10 +97,10 @@ class Past(JsonValue):
     """A version that is complete, or was aborted.
 
     Attributes:
-        version: as it stands.
-        refs: that name it.
-        ready_s: seconds from its opening until it was ready; None if that is not known.
-        durable_s: seconds from its opening until it was durable; None if that is not known.
+        version: its current state.
+        refs: refs that name it.
+        ready_s: seconds from its opening until it was ready; None if not known.
+        durable_s: seconds from its opening until it was durable; None if not known.
     """
 
     version: Version
@@ -120,8 +120,8 @@ class Overview(JsonValue):
         versions: others, the newest first.
         models: by name.
         engines: by model.
-        memory: None if it was not asked for.
-        away_s: for how long the service has not answered; 0 if it does.
+        memory: None if it was not read.
+        away_s: time since the service became unreachable; 0 if it responds.
         away_reason: why not.
     """
 
@@ -139,13 +139,13 @@ class Overview(JsonValue):
 def overview(
     server: str, before: Reading | None, now: Reading, *, away_s: float = 0.0, away_reason: str = ""
 ) -> Overview:
-    """Make an overview of a reading, with rates since the previous one.
+    """Create an overview from a reading, with rates since the previous one.
 
     Args:
         server: its address.
-        before: None if there was none; rates are unknown then.
-        now: the newest one.
-        away_s: for how long the service has not answered since then.
+        before: the previous reading; None if there was none, in which case rates are unknown.
+        now: the newest reading.
+        away_s: how long the service has been unreachable since then.
         away_reason: why not.
     """
     refs = {model.name: model.refs for model in now.models}
@@ -199,5 +199,5 @@ def _rate(before: int | None, now: int, seconds: float) -> float | None:
 
 
 def unfinished(versions: Sequence[Version]) -> list[Version]:
-    """Versions that are being received: for these, the progress of each rank is read."""
+    """Versions that are being received; the progress of each rank is read for them."""
     return [each for each in versions if each.state.receiving]

@@ -1,4 +1,4 @@
-"""Command that compares what a running engine computes with with the bytes of a version: prove."""
+"""Command that compares the parameters of a running engine with the bytes of a version: prove."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weighbridge.follow.vllm import VllmServer
 
 _NAMED = 10
-"""Most parameters of a rank that are named."""
+"""Maximum number of a rank's parameters that are listed."""
 
 
 @click.command("prove", cls=Command)
@@ -93,10 +93,10 @@ def engine_at(url: str, model: str, server: str, key: str) -> VllmServer | Sglan
     """Driver of the server at an address, whichever engine it is.
 
     Args:
-        url: of the server.
-        model: ``namespace/name`` of what it serves.
+        url: URL of the server.
+        model: ``namespace/name`` of the served model.
         server: the service's address as the engine reaches it.
-        key: the server's key; empty without one.
+        key: the server's key; empty if there is none.
     """
     from weighbridge.follow.sglang import SglangServer, is_sglang
     from weighbridge.follow.vllm import VllmServer

@@ -1,4 +1,4 @@
-"""Screen of an overview: tables that fit the width of a terminal, the most important first."""
+"""Screen of an overview: tables that fit the width of a terminal, most important first."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from weighbridge._core.text.sizes import readable_part, readable_rate, readable_
 
 T = TypeVar("T")
 _NARROW, _MEDIUM, _WIDE_LINE = 72, 110, 140
-"""Columns below which tables leave out what is least needed, and a push takes several lines."""
+"""Terminal width below which tables omit the least important columns, and a push is shown on several lines."""
 _BAR = 24
 _SHOWN_RANKS = (RankStage.MISSING, RankStage.DECLARED, RankStage.COPYING, RankStage.SENDING)
-"""Ranks that others wait for, those that are least far first."""
+"""Number of slowest ranks that are shown, slowest first."""
 _MOST_RANKS = 8
 _MOST_PUSHES = 12
 _MOST_ROWS = 200
@@ -56,9 +56,9 @@ def draw(seen: Overview, width: int, most_rows: int = _MOST_ROWS) -> RenderableT
     """Draw an overview.
 
     Args:
-        seen: what is drawn.
+        seen: the overview.
         width: columns of the terminal.
-        most_rows: how many engines are listed, and how many versions and models.
+        most_rows: maximum number of engines, and of versions and models, that are listed.
     """
     parts = [
         _head(seen, width),
@@ -94,7 +94,7 @@ def _head(seen: Overview, width: int) -> RenderableType:
 
 
 def memory_text(use: MemoryUse) -> str:
-    """Use of memory by a service, in one line."""
+    """Memory use of a service, in one line."""
     text = f"memory {readable_size(use.images)} of {readable_size(use.budget)}"
     if use.disk:
         text += f", spilled to disk {readable_size(use.disk)}"
@@ -114,7 +114,7 @@ def _pushes(seen: Overview, width: int) -> Iterator[RenderableType]:
 
 
 def push_lines(push: Push, now_ms: int, width: int) -> Iterator[Text]:
-    """A push: how far it is, who is missing, and its slowest ranks."""
+    """A push: its progress, missing ranks, and slowest ranks."""
     version = push.version
     filled = push.percent * _BAR // 100
     age = readable_age(version.create_time_ms, now_ms)

@@ -1,4 +1,4 @@
-"""Command that shows what a service does while it does it: top."""
+"""Command that shows a service's activity live: top."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from weighbridge._cli.showing.overview import Overview, Reading
 
 _SHARE = 0.25
-"""Largest share of the time that is spent on reading a service: if a reading takes long, the next one comes later."""
+"""Maximum fraction of time that is spent on reading a service: after a slow reading, the next one is delayed."""
 _SECTIONS = 3
 """Lists that share the height of a terminal."""
 _PLAIN_COLUMNS = 160
-"""Width of the page where there is no terminal."""
+"""Width of the output without a terminal."""
 
 
 @click.command("top", cls=Command)
@@ -63,7 +63,7 @@ def top_command(
 
     console = Console(highlight=False)
     with Gatherer(server, http, models) as gatherer:
-        first = gatherer.read()  # a service that is not there is an error now; later it is waited for
+        first = gatherer.read()  # an unreachable service is an error now; later, the command waits for it
         if as_json or once or not console.is_terminal:
             seen = _once(gatherer, first, every)
             if as_json:
@@ -76,7 +76,7 @@ def top_command(
 
 
 def _once(gatherer: Gatherer, first: Reading, every: float) -> Overview:
-    """One overview. If a version is being received, it is made from a second reading, so that it has rates."""
+    """One overview. If a version is being received, a second reading is made, so that the overview contains rates."""
     from weighbridge._cli.showing.overview import overview
 
     seen = overview(gatherer.server, None, first)
@@ -110,7 +110,7 @@ def _live(console: Console, gatherer: Gatherer, first: Reading, every: float) ->
 
 
 def _seen(gatherer: Gatherer, first: Reading, every: float) -> Iterator[Overview]:
-    """Overviews, one after another. While the service is away, they repeat the last reading."""
+    """Overviews, one after another. While the service is unreachable, they repeat the last reading."""
     from weighbridge._cli.showing.gathering import AWAY
     from weighbridge._cli.showing.overview import overview
 

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_weighbridge_rank"
 _AGENT_SECONDS = 30.0
-"""How long the engine waits for a reporting agent before it reports to the service itself."""
+"""Time that the engine waits for a reporting agent before it reports to the service itself."""
 
 
 class EngineRank:
