@@ -1,8 +1,8 @@
-"""Boxes of a DTensor that this rank holds, and the local tensors with their elements.
+"""Boxes of a DTensor on this rank, and the local tensors with their elements.
 
-Placements are applied from left to right, each to what those before it have left, and cut an axis as `torch.chunk` does: the last
-ranks get less, or nothing. ``_StridedShard``, FSDP2's over an axis that tensor parallelism cuts too, cuts the axis into pieces first
-and takes its part of each. Source of the conventions: ``torch.distributed.tensor.placement_types`` of torch 2.13.
+Placements are applied from left to right, each to the result of the previous ones, and cut an axis like `torch.chunk`: the last ranks get fewer
+elements, or none. ``_StridedShard``, FSDP2's over an axis that tensor parallelism cuts too, cuts the axis into pieces first and takes its part of
+each. Source of the conventions: ``torch.distributed.tensor.placement_types`` of torch 2.13.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Cut(NamedTuple):
     pieces: int = 1
 
 
-@functools.lru_cache(maxsize=4096)  # layers are cut alike
+@functools.lru_cache(maxsize=4096)  # layers are cut in the same way
 def runs_after(length: int, cuts: tuple[Cut, ...]) -> tuple[tuple[int, int], ...]:
-    """Runs of indexes that the cuts, one after the other, leave of an axis: the first index of each and one past its last, in order.
+    """Runs of indexes of an axis that remain after the cuts are applied in order: the first index of each and one past its last, in order.
 
-    The work depends on the number of pieces, and not on the length: a file may claim any length.
+    The work depends on the number of pieces, not on the length, because a file may claim any length.
     """
     left = [(0, length)] if length else []
     for cut in cuts:
@@ -72,7 +72,7 @@ def _between(runs: Iterable[tuple[int, int]], parts: Iterable[tuple[int, int]]) 
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Runs, of which adjacent ones are joined."""
+    """Runs, with adjacent ones joined."""
     joined: list[tuple[int, int]] = []
     for start, stop in runs:
         if joined and joined[-1][1] == start:
@@ -83,13 +83,13 @@ def _joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def local_shards(tensor: Any) -> list[tuple[Box, torch.Tensor]]:
-    """The boxes of a tensor that this rank holds, and for each a tensor of its extent that aliases the local one.
+    """The boxes of a tensor on this rank, and for each a tensor of its extent that aliases the local one.
 
     Args:
-        tensor: a DTensor, or any other tensor, which is held whole.
+        tensor: a DTensor, or any other tensor, which is on this rank as a whole.
 
     Returns:
-        Nothing for a rank that holds no element. Several boxes where runs of an axis lie apart in the whole tensor.
+        An empty result for a rank without elements. Several boxes if runs of an axis are not adjacent in the whole tensor.
 
     Raises:
         LayoutError: the tensor waits for a reduction, is placed in an unknown way, or its local tensor contradicts its placements.
@@ -98,7 +98,7 @@ def local_shards(tensor: Any) -> list[tuple[Box, torch.Tensor]]:
     if not _is_dtensor(tensor):
         return [(Box.whole(tuple(local.shape)), local)] if local.numel() else []
     coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:  # other ranks hold it
+    if coordinate is None:  # it is on other ranks
         return []
     cuts = cuts_of(tensor.placements, tensor.device_mesh.shape, coordinate, tensor.dim())
     runs = [runs_after(length, each) for length, each in zip(tensor.shape, cuts, strict=True)]
@@ -118,8 +118,8 @@ def cuts_of(
     Args:
         placements: one for each axis of the mesh.
         mesh: its shape.
-        coordinate: of this rank in it.
-        axes: of the tensor.
+        coordinate: coordinate of this rank in it.
+        axes: axes of the tensor.
 
     Raises:
         LayoutError: a placement is neither ``Shard`` nor ``Replicate``.
@@ -139,7 +139,7 @@ def cuts_of(
 
 
 def boxes_of(runs: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Box, tuple[slice, ...]]]:
-    """All boxes that runs on each axis form, and where each is in the local tensor."""
+    """All boxes that are formed by runs on each axis, with their positions in the local tensor."""
     axes = []
     for of_axis in runs:
         ends = itertools.accumulate(stop - start for start, stop in of_axis)
@@ -159,7 +159,7 @@ def boxes_of(runs: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Box, tuple
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:
-    """The local tensor of a DTensor, or any other tensor itself; without its history, and when the collective that makes it is done."""
+    """The local tensor of a DTensor, or any other tensor itself, detached, after waiting for the collective that produces it."""
     import torch
 
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
@@ -179,7 +179,7 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def cut_alike(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """A DTensor that holds what this rank holds of another one, of other elements.
+    """A DTensor with the same sharding as another one, and other elements.
 
     Args:
         whole: all elements, in the global shape.

@@ -1,4 +1,4 @@
-"""Boxes of a tensor whose elements lie in a range of flat memory: the part of a rank under ZeRO, or under Megatron's distributed optimizer."""
+"""Boxes of a tensor whose elements are in a range of flat memory: a rank's part with ZeRO or with Megatron's distributed optimizer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class StridedView:
 
     Attributes:
         shape: its extent.
-        strides: how far its elements lie apart along each axis, in elements.
-        start: where its first one lies.
+        strides: distance of neighbouring elements on each axis, in elements.
+        start: position of its first element.
     """
 
     shape: tuple[int, ...]
@@ -34,12 +34,12 @@ class StridedView:
 
 
 class Part(NamedTuple):
-    """Box of a view. All of its elements lie in a range of the memory that the view is of.
+    """Box of a view whose elements are all in a range of the view's memory.
 
     Attributes:
-        box: in the coordinates of the view.
-        strides: of the view.
-        at: where the box's first element lies, counted from the beginning of the range.
+        box: the box, in the coordinates of the view.
+        strides: strides of the view.
+        at: position of the box's first element, relative to the beginning of the range.
     """
 
     box: Box
@@ -47,17 +47,17 @@ class Part(NamedTuple):
     at: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The elements of the box, as a tensor of its extent that aliases the range, which is dense and has one axis."""
+        """The elements of the box, as a tensor of its extent that aliases the range. The range is dense and has one axis."""
         return flat.as_strided(self.box.extent, self.strides, flat.storage_offset() + self.at)
 
 
 def parts_of_range(first: int, size: int, view: StridedView) -> list[Part]:
-    """The boxes of a view that lie in a range of memory.
+    """The boxes of a view that are in a range of memory.
 
     Args:
-        first: where the range begins in the memory that the view is of.
-        size: how many elements it has; those that are not the view's, as padding, are in no box.
-        view: what is cut into boxes.
+        first: beginning of the range in the view's memory.
+        size: number of elements in the range; elements outside the view, such as padding, are in no box.
+        view: the view that is cut into boxes.
     """
     start = first - view.start
     found = []

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder, as a stream to be pushed from where they lie."""
+"""Weights of a Hugging Face folder, as a stream that is pushed directly from its files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NAMED = 20
 
 @dataclass(frozen=True)
 class HeadBeside:
-    """Output head beside an embedding of its shape and dtype. The config does not state whether they are tied: that depends on the model's class.
+    """Output head of the same shape and dtype as the embedding. The config does not state whether they are tied: that depends on the model's class.
 
     Attributes:
         head: its name.
@@ -65,12 +65,12 @@ class FolderWeights:
 
     Attributes:
         layout: the weights as one stream, in the order of the files.
-        open_source: gives the bytes of some of its shards.
+        open_source: opens the source of some of its shards.
         config_json: the config that belongs to them.
-        stand_ins: makes tensors without data for checks of names, shapes and dtypes.
+        stand_ins: creates tensors without data for checks of names, shapes and dtypes.
         cast_from: safetensors' names of the dtypes in the files that are cast, or dequantised, as they are read.
-        remarks: what in the folder is not as it is pushed, for a log.
-        beside: a head of which the model's tensors say whether it is tied; None if there is none.
+        remarks: differences between the folder and the pushed weights, for a log.
+        beside: a head for which the model's tensors determine whether it is tied; None if there is none.
     """
 
     layout: Layout
@@ -83,20 +83,20 @@ class FolderWeights:
 
     @staticmethod
     def read(folder: Path, config_json: bytes, *, dequantize: DType | None = None) -> FolderWeights:
-        """Read the description of the weights in a folder, and check that they are complete. Of the weights themselves, only tensors to compare are read.
+        """Read the description of the weights in a folder, and check that they are complete. Only tensors that must be compared are read.
 
-        A second copy of a tensor that the config ties to another one is left out, and so is what wrappers have added to names.
+        A second copy of a tensor that the config ties to another one is left out; additions of wrappers to names are removed.
 
         Args:
             folder: the folder.
             config_json: its ``config.json``.
-            dequantize: what block-quantised fp8 weights are turned into as they are read; None keeps them.
+            dequantize: dtype to which block-quantised fp8 weights are converted as they are read; None keeps them.
 
         Raises:
-            NotFound: there is no folder, no safetensors file in it, or one is missing.
+            NotFound: the folder does not exist, contains no safetensors file, or a file is missing.
             DataLoss: a file is damaged, or lacks a tensor that the index lists.
-            InvalidArgument: files are not those of one model, tied tensors are not the same, or the weights cannot be dequantised.
-            LayoutError: there are LoRA adapters that are not merged, or two tensors of one name.
+            InvalidArgument: the files do not belong to one model, tied tensors differ, or the weights cannot be dequantised.
+            LayoutError: LoRA adapters are not merged, or two tensors have the same name.
         """
         found = safetensors_files.read_folder(folder)
         if not has_own_adapters(config_json):
@@ -133,7 +133,7 @@ class FolderWeights:
         """A dtype that the floating-point weights can be cast to.
 
         Raises:
-            InvalidArgument: they cannot be cast to it, or a tensor cannot be cast: one in fp8 means nothing without its scales.
+            InvalidArgument: the weights or a tensor cannot be cast to it; fp8 tensors are meaningless without their scales.
         """
         target = dtypes.parse(dtype)
         if not target.is_float:
@@ -147,17 +147,18 @@ class FolderWeights:
         return target
 
     def as_model_has_them(self, model: Mapping[str, TensorSpec], cast: str) -> FolderWeights:
-        """The weights in the model's dtypes: themselves, if they are as it has them; else cast as they are read. What is wrong is refused before a version is opened.
+        """The weights in the model's dtypes: unchanged if the dtypes match, otherwise cast as they are read. Errors are raised before a version is
+        opened.
 
         Args:
             model: its tensors, by name.
             cast: as for `torch_shards`.
 
-        A head that the model does not have, since its class ties it to the embedding, is left out if it is the same.
+        A head that the model lacks because its class ties it to the embedding is left out if both are equal.
 
         Raises:
-            InvalidArgument: there is no such ``cast``, or the head is not the same.
-            LayoutError: names or shapes contradict the model, or a tensor is not cast; names each.
+            InvalidArgument: ``cast`` is unknown, or the head differs.
+            LayoutError: names or shapes contradict the model, or a tensor may not be cast; names each.
         """
         from weighbridge._formats.torch_state import check_cast, torch_shards
 
@@ -180,7 +181,7 @@ class FolderWeights:
 
 
 def _remarks(folder: Path, found: safetensors_files.FolderFiles) -> tuple[str, ...]:
-    """Remarks on what of a folder is not pushed."""
+    """Remarks about parts of a folder that are not pushed."""
     remarks = []
     if found.left_out:
         names = ", ".join(map(readable, found.left_out[:_NAMED]))
@@ -193,10 +194,10 @@ def _remarks(folder: Path, found: safetensors_files.FolderFiles) -> tuple[str, .
 
 
 class StandIns:
-    """Tensors without data, in address space that is never touched. The address of one, or of a view of it, identifies the bytes of the files.
+    """Tensors without data, in address space that is never accessed. The address of one, or of a view of it, identifies the bytes of the files.
 
     Args:
-        files: the tensors, and where they lie.
+        files: the tensors and their positions.
         buffers: the files.
 
     Attributes:
@@ -224,7 +225,7 @@ class StandIns:
             self.tensors[spec.name] = data.view(spec.dtype.torch).reshape(spec.shape)
 
     def opener(self, tensors: Sequence[torch.Tensor]) -> OpenSource:
-        """Makes the source for some of these tensors: the stand-ins, or views of them. They are read, and cast, as they are pushed."""
+        """Creates the source for some of these tensors: the stand-ins, or views of them. They are read, and cast, as they are pushed."""
         parts = [self._part(tensor) for tensor in tensors]
         return lambda indexes, layout: _CastFiles(
             layout, [tensors[i] for i in indexes], [parts[i] for i in indexes]
@@ -250,12 +251,12 @@ class _FilePart(NamedTuple):
 
 
 class _CastFiles(CastingSource):
-    """Shards that lie in files, and are cast as they are read.
+    """Shards in files that are cast as they are read.
 
     Args:
         layout: of the stream.
         tensors: their stand-ins.
-        parts: where each lies.
+        parts: position of each.
     """
 
     def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor], parts: Sequence[_FilePart]) -> None:
@@ -273,7 +274,7 @@ class _CastFiles(CastingSource):
         memories: Sequence[MappedMemory],
         on_written: Callable[[Sequence[int]], None] | None = None,
     ) -> WrittenCounts:
-        """See `ShardSource.write`. A tensor at a time is in memory."""
+        """See `ShardSource.write`. One tensor at a time is in memory."""
         return self.stage([]).write(copies, memories, on_written)
 
 
@@ -298,7 +299,7 @@ class _CastStream(StreamSource):
         return found[0] if len(found) == 1 else b"".join(found)
 
     def _cast(self, index: int, start: int, stop: int) -> memoryview:
-        """Bytes of a shard in the dtype of the stream; no more than whole rows around them is read."""
+        """Bytes of a shard in the dtype of the stream; only the whole rows that contain them are read."""
         import torch
 
         tensor, part = self._tensors[index], self._parts[index]
@@ -321,7 +322,7 @@ _COMPARED = 32 << 20
 
 
 def same(buffers: Mapping[str, OpenFile], one: Placement, other: Placement) -> bool:
-    """Whether two tensors of as many bytes are the same."""
+    """Whether two tensors of the same size are equal."""
     for start in range(0, one.nbytes, _COMPARED):
         end = min(start + _COMPARED, one.nbytes)
         first, second = (buffers[p.buffer][p.offset + start : p.offset + end] for p in (one, other))
@@ -331,16 +332,16 @@ def same(buffers: Mapping[str, OpenFile], one: Placement, other: Placement) -> b
 
 
 def tied_copies(config_json: bytes, tensors: Mapping[str, TensorSpec]) -> dict[str, str]:
-    """Tensors that a config ties to another tensor and that are in the files nevertheless, each with that other tensor.
+    """Tensors in the files that a config ties to another tensor, each with that other tensor.
 
-    Published folders have such copies: transformers leaves them out when it writes, and ignores them when it reads.
+    Published folders contain such copies: transformers omits them when it writes, and ignores them when it reads.
     """
     pair = _alike(tensors) if _says_tied(config_json) is True else None
     return {} if pair is None else {pair[0]: pair[1]}
 
 
 def _says_tied(config_json: bytes) -> bool | None:
-    """Whether a config ties the head to the embedding; None if it leaves that to the model's class, and for what is no config."""
+    """Whether a config ties the head to the embedding; None if the model's class decides, or if this is not a config."""
     try:
         config = json.loads(config_json)
         text = config.get("text_config") or {}
@@ -351,7 +352,7 @@ def _says_tied(config_json: bytes) -> bool | None:
 
 
 def _alike(tensors: Mapping[str, TensorSpec]) -> tuple[str, str] | None:
-    """The head and the embedding, if both are there and have one shape and dtype."""
+    """The head and the embedding, if both exist and have the same shape and dtype."""
     pair = head_and_embedding(tensors)
     if pair is None:
         return None

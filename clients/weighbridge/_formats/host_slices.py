@@ -1,4 +1,4 @@
-"""Slices of a version in memory of this process, to be read any number of times."""
+"""Slices of a version in memory of this process. They can be read any number of times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Slices(Protocol):
     """Slices of a version that are on this machine."""
 
     def tensor(self, index: int) -> torch.Tensor:
-        """A slice, by its index in the layout, contiguous and in host memory; not to be written to."""
+        """A slice, by its index in the layout, contiguous and in host memory. Do not write to it."""
 
     def fill(self, targets: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Copy slices to tensors; all are complete when it returns.
@@ -33,15 +33,15 @@ class Slices(Protocol):
 
 
 class HostSlices:
-    """Room for the slices of a layout in one buffer.
+    """One buffer for the slices of a layout.
 
     Args:
-        layout: of the slices.
-        buffer: is used again if it is large enough.
+        layout: layout of the slices.
+        buffer: reused if it is large enough.
         pin: whether GPUs will copy from it.
 
     Attributes:
-        buffer: where they are.
+        buffer: the buffer.
     """
 
     def __init__(self, layout: Layout, buffer: torch.Tensor | None = None, *, pin: bool = False) -> None:
@@ -61,14 +61,14 @@ class HostSlices:
         return f"<HostSlices: {len(self._offsets)} slices in {len(self.buffer)} bytes>"
 
     def tensor(self, index: int) -> torch.Tensor:
-        """A slice, by its index in the layout; until the buffer is used again."""
+        """A slice, by its index in the layout; valid until the buffer is reused."""
         shard, _, _, nbytes = self._layout.placements[index]
         dtype = self._layout.tensors[shard.tensor].dtype.torch
         start = self._offsets[index]
         return self.buffer[start : start + nbytes].view(dtype).view(shard.box.extent)
 
     def fill(self, targets: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Copy slices to tensors, as `Slices.fill`. Copies from a pinned buffer to GPUs follow each other without a wait in between."""
+        """Copy slices to tensors, as `Slices.fill`. Copies from a pinned buffer to GPUs are queued without waiting in between."""
         filled: list[torch.Tensor] = []
         for index, tensor in targets:
             check_target(self._layout, self._layout.placements[index], tensor)

@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
     Attributes:
         declared: its ``ShardedTensor`` or ``ShardedTensorFactory``, whose ``data`` is the model's.
-        built: what the factory has built of that, as its ``merge_fn`` takes it back; without one ``declared`` itself.
+        built: result of the factory, in the form that its ``merge_fn`` accepts; ``declared`` itself if there is no factory.
         shards: the ``ShardedTensor``s in ``built``.
     """
 
@@ -52,8 +52,8 @@ class ShardedTensors:
     Attributes:
         layout: their shards, as one stream, in the order of `tensors`.
         tensors: the local tensor of each shard, of the box's extent without prepended axes; they alias the model.
-        entries: what the shards are of.
-        objects: the ``ShardedObject``s beside them.
+        entries: the entries of the shards.
+        objects: the ``ShardedObject``s of the state dict.
     """
 
     layout: Layout
@@ -62,7 +62,7 @@ class ShardedTensors:
     objects: tuple[Any, ...] = field(repr=False)
 
     def finish_restore(self) -> None:
-        """Bring what was restored into tensors that do not alias the model where it belongs."""
+        """Copy values that were restored into tensors outside the model to the model's tensors."""
         import torch
 
         for entry in self.entries:
@@ -77,7 +77,7 @@ def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
     ``ShardedObject``s (``_extra_state``) are not weights.
 
     Raises:
-        InvalidArgument: it holds something else than Megatron's sharded types, or no weights.
+        InvalidArgument: it contains other values than Megatron's sharded types, or no weights.
         LayoutError: two shards of one tensor contradict each other.
         FailedPrecondition: Megatron-core is not installed.
     """
@@ -112,7 +112,7 @@ def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
 
 
 _ADAPTERS = frozenset(("adapter", "lora_A", "lora_B"))
-"""Parts of the names of adapters' tensors, as Megatron-Bridge and peft give them."""
+"""Parts of the names of adapters' tensors in Megatron-Bridge and peft."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class WeightShards:
     """The weights of one rank in the dtypes that the model is registered with.
 
     Attributes:
-        layout: their shards; as `ShardedTensors.layout`, but for the dtypes.
+        layout: their shards; as `ShardedTensors.layout`, except for the dtypes.
         tensors: one for each shard, in its own dtype.
         held: what the rank holds.
     """
@@ -133,17 +133,16 @@ class WeightShards:
 def as_registered(
     held: ShardedTensors, registered: Mapping[str, TensorSpec], cast: str = ALLOW, *, filled: bool = False
 ) -> WeightShards:
-    """The weights of a rank as the model has them: floating-point tensors of other dtypes are cast, as those of torch trainers are.
+    """The weights of a rank in the model's dtypes: floating-point tensors of other dtypes are cast, as for torch trainers.
 
     Args:
         held: what the rank holds.
-        registered: those of its tensors that are of the model, as that is registered. What the model does not have stays as it is; the
-            service refuses it.
+        registered: specs of those tensors that belong to the registered model. Other tensors are not changed; the service refuses them.
         cast: one of `torch_state.CASTS`.
-        filled: whether the tensors take what the model has, instead of giving what it gets.
+        filled: whether the tensors are filled from the model, instead of pushed to it.
 
     Raises:
-        LayoutError: a cast is not allowed, there is none between the dtypes, or the rank holds adapters of LoRA; names the tensors.
+        LayoutError: a cast is not allowed or does not exist between the dtypes, or the rank has LoRA adapters; names the tensors.
     """
     adapters = [
         name
@@ -183,7 +182,7 @@ _ADVICE = (
 
 
 def _check_installed() -> None:
-    """Raise FailedPrecondition without Megatron-core, since no sharded state dict can exist then."""
+    """Raise FailedPrecondition if Megatron-core is not installed, because no sharded state dict can exist then."""
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise FailedPrecondition("megatron-core is not installed", fix=_ADVICE)
 
@@ -193,10 +192,10 @@ def sharded_entries(value: Any, path: str = "") -> Iterator[Any]:
 
     Args:
         value: the state dict, or a part of it.
-        path: of that part, for errors.
+        path: path of that part, for errors.
 
     Raises:
-        InvalidArgument: it holds something else than Megatron's sharded types.
+        InvalidArgument: it contains other values than Megatron's sharded types.
     """
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 
@@ -240,10 +239,10 @@ def _read(sharded_state_dict: Any) -> tuple[list[Entry], list[Any]]:
 
 
 def built_shards(factory: Any, built: Any) -> tuple[Any, ...]:
-    """The ``ShardedTensor``s in what a factory has built.
+    """The ``ShardedTensor``s in the result of a factory.
 
     Raises:
-        InvalidArgument: there is something else in it.
+        InvalidArgument: the result contains other values.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 

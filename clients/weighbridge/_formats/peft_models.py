@@ -1,8 +1,8 @@
-"""Weights of a model that peft has given adapters, merged: by the names and with the tensors that it had before; and its adapters, kept apart.
+"""Weights of a model with peft adapters: merged, under the original names and tensors of the model; or its adapters, separately.
 
-Names are found in the tree of modules and not by their spelling: a tensor inside of a layer with adapters is the layer's own if it lies in
-``base_layer``, and an adapter's otherwise. What peft has not merged in place is merged here by peft's own ``merge`` of a copy of the layer, so
-the model itself stays as it is: to take a merged adapter out again would round the weights below.
+Names are derived from the tree of modules, not from their spelling: a tensor inside a layer with adapters belongs to the layer if it is in
+``base_layer``, and to an adapter otherwise. Adapters that peft has not merged in place are merged here by peft's own ``merge`` into a copy of the
+layer. The model itself is not changed, because unmerging an adapter would round the base weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def has_adapters(module: torch.nn.Module) -> bool:
 
 
 def peft_model_in(module: Any) -> Any:
-    """The ``PeftModel`` that a module is, or that DDP or torch.compile have wrapped; None if there is none."""
+    """The module itself if it is a ``PeftModel``, or the ``PeftModel`` that DDP or torch.compile have wrapped; None if there is none."""
     if "peft" not in sys.modules:  # it was never imported, so there is none
         return None
     from peft import PeftModel
@@ -54,18 +54,18 @@ def peft_model_in(module: Any) -> Any:
 def merged_entries(
     module: torch.nn.Module, entries: Iterable[tuple[str, torch.Tensor]], *, merge: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The entries of its state dict that are the model's, by the names that they have without adapters.
+    """The entries of a module's state dict that belong to the model, under their names without adapters.
 
-    Weights below active adapters that are not merged are merged into copies, a layer at a time; of a layer whose tensors are DTensors that
+    Active adapters that are not merged are merged into copies of their base weights, a layer at a time. For a layer whose tensors are DTensors this
     is a collective. For modules that an adapter replaces as a whole (``modules_to_save``), the active adapter's tensors replace the model's.
 
     Args:
-        module: one with adapters.
-        entries: of its state dict.
-        merge: False gives the weights below instead, which have the same names, shapes and dtypes.
+        module: a module with adapters.
+        entries: entries of its state dict.
+        merge: False returns the base weights instead, which have the same names, shapes and dtypes.
 
     Raises:
-        LayoutError: peft cannot merge an adapter, or the model does not compute with these weights, since only some of the active adapters are
+        LayoutError: peft cannot merge an adapter, or the model does not compute with these weights because only some of the active adapters are
             merged into them; names the layers.
     """
     apart = _layers_apart(module)
@@ -84,7 +84,7 @@ def merged_entries(
 
 
 def adapter_names(module: torch.nn.Module) -> list[str]:
-    """The names of a module's adapters, sorted; none of a module that peft has not wrapped."""
+    """The names of a module's adapters, sorted; empty for a module that peft has not wrapped."""
     if not has_adapters(module):
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -107,7 +107,7 @@ def merged_layers(module: torch.nn.Module) -> list[str]:
 
 
 def merges_together(module: object) -> bool:
-    """Whether `merged_entries` of a module is a collective: adapters are to be merged into DTensors."""
+    """Whether `merged_entries` of a module is a collective, because adapters are merged into DTensors."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -124,7 +124,7 @@ def merges_together(module: object) -> bool:
 
 
 def check_apart(module: torch.nn.Module) -> None:
-    """Refuse a module whose adapters are merged in place: a training state would have them twice. Raises LayoutError, which names the layers."""
+    """Refuse a module whose adapters are merged in place: a training state would contain them twice. Raises LayoutError, which names the layers."""
     merged = merged_layers(module)
     if merged:
         raise LayoutError(
@@ -139,7 +139,7 @@ def check_apart(module: torch.nn.Module) -> None:
 
 
 def _layers_apart(module: torch.nn.Module) -> dict[str, Any]:
-    """The outermost layers that active adapters are not merged into, by their names in the state dict."""
+    """The outermost layers with unmerged active adapters, by their names in the state dict."""
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
     apart: dict[str, Any] = {}
@@ -188,7 +188,7 @@ def _layers_apart(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _check_not_tied(module: torch.nn.Module, apart: Mapping[str, Any]) -> None:
-    """Refuse adapters of a weight that is another layer's, too: merged, it would be another weight for one of them."""
+    """Refuse adapters of a weight that another layer shares: a merge would change the weight for only one of them."""
     uses = Counter(id(each) for _, each in module.named_parameters(remove_duplicate=False))
     tied = [
         name
@@ -207,9 +207,9 @@ def _check_not_tied(module: torch.nn.Module, apart: Mapping[str, Any]) -> None:
 
 
 def _merged_copy(name: str, layer: Any) -> Mapping[str, torch.Tensor]:
-    """The state dict of a layer as peft merges it. Only what lies below the adapters is copied.
+    """The state dict of a layer after peft's merge. Only the base weights of the adapters are copied.
 
-    DTensors are merged whole, and cut again: peft replaces ``weight.data``, which has no effect on a DTensor.
+    DTensors are gathered, merged and sharded again, because peft replaces ``weight.data``, which has no effect on a DTensor.
     """
     import torch
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -245,14 +245,14 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """The names of the modules that a tensor lies in, outermost first."""
+    """The names of the modules that contain a tensor, outermost first."""
     for index, letter in enumerate(name):
         if letter == ".":
             yield name[:index]
 
 
 def _state_name(name: str) -> str:
-    """A module's name as its state dict has it: activation checkpointing hides its own part there."""
+    """A module's name in its state dict, where activation checkpointing hides its own part."""
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
@@ -261,7 +261,7 @@ def _adapters_of(layer: Any) -> set[str]:
 
 
 def _is_lost(layer: Any) -> bool:
-    """Whether peft has merged an adapter in place, by replacing the data of a DTensor, which stays as it is."""
+    """Whether an in-place merge by peft was lost: peft replaced the data of a DTensor, which has no effect."""
     from peft.tuners.lora import LoraLayer
     from torch.distributed.tensor import DTensor
 
@@ -275,7 +275,7 @@ def _is_lost(layer: Any) -> bool:
 
 
 def _counts_all(layer: Any) -> bool:
-    """Whether a layer computes with its own weight alone."""
+    """Whether a layer computes only with its own weight."""
     active = set() if layer.disable_adapters else _adapters_of(layer) & set(layer.active_adapters)
     return set(layer.merged_adapters) == active
 
@@ -306,7 +306,7 @@ def _own_name(module: torch.nn.Module, parts: list[str]) -> str | None:
         elif isinstance(at, PeftModel):
             shown = parts[0] != "base_model"
         elif isinstance(at, BaseTuner):
-            if parts[0] != "model":  # what all layers share, as VeRA's
+            if parts[0] != "model":  # tensors that all layers share, such as VeRA's
                 return None
             shown = False
         elif isinstance(at, tokens):
@@ -322,7 +322,7 @@ def _own_name(module: torch.nn.Module, parts: list[str]) -> str | None:
 
 
 def _unwrapped(module: torch.nn.Module | None, part: str) -> torch.nn.Module | None:
-    """Module that a part of a name refers to, inside the wrappers that names of a state dict leave out, as those of activation checkpointing."""
+    """Module that a part of a name refers to, inside wrappers that are omitted in names of a state dict, such as those of activation checkpointing."""
     while module is not None and not _has(module, part) and len(module._modules) == 1:
         (module,) = module._modules.values()
     return module

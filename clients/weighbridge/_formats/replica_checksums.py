@@ -1,4 +1,4 @@
-"""Checksums of shards that other ranks hold, too: the service compares them, and refuses what is no replica."""
+"""Checksums of shards that other ranks also have. The service compares them, and refuses shards that are not replicas."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from weighbridge._formats.push_sources import OpenSource
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 _STAGED_BYTES = 64 << 20
-"""Bytes of shards that are copied out at one time."""
+"""Bytes of shards that are copied at a time."""
 _SAMPLE_BYTES = 64 << 10
 _SAMPLED = 16
-"""Each push compares a part of one shard in this many."""
+"""Each push compares a part of one in this many shards."""
 _MOST = 60_000
 """Checksums in one message."""
 
 
 class ReplicaChecksums:
-    """Checksums that a client sends of shards that other ranks hold, too: of all bytes until a version with these shards is visible, of
-    samples later. Thread-safe.
+    """Checksums that a client sends for shards that other ranks also have: of all bytes until a version with these shards is visible, then of
+    samples. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -46,16 +46,16 @@ class ReplicaChecksums:
             model: ``namespace/name``.
             number: number of the version: all ranks sample the same parts.
             layout: the shards that the rank holds.
-            shared: indexes of those that other ranks hold, too.
-            open_source: of shards by index, as for the push.
+            shared: indexes of those that other ranks also have.
+            open_source: opens the source of shards by index, as for the push.
             is_visible: whether a version of the model, by its number, has become visible.
         """
         if not shared:
             return []
-        # samples in any case: other ranks may have compared all bytes before
+        # samples are always sent: other ranks may have compared all bytes before
         found = [_sample(layout, index, number) for index in shared]
         parts = [part for part in found if part is not None]
-        # by these shards alone: what no other rank holds may have another size in each push
+        # depends only on these shards: unshared ones may have a different size in each push
         if not self._agreed((model, layout.select(shared).digest), number, is_visible):
             parts += [(index, 0, layout.placements[index].nbytes) for index in shared]
         parts = list(dict.fromkeys(parts))[:_MOST]
@@ -65,7 +65,7 @@ class ReplicaChecksums:
         ]  # fmt: skip
 
     def _agreed(self, key: tuple[str, str], number: int, is_visible: Callable[[int], bool]) -> bool:
-        """Whether all ranks were found to hold the same shards: a version for which all bytes were compared is visible."""
+        """Whether all ranks were found to have the same shards: a version whose bytes were all compared is visible."""
         with self._lock:
             compared = self._compared.setdefault(key, number)
             agreed = key in self._known
@@ -89,7 +89,7 @@ def _sample(layout: Layout, index: int, number: int) -> tuple[int, int, int] | N
 
 
 def _dice(shard: Shard, number: int) -> int:
-    """A number that is the same on all ranks that hold the box."""
+    """A pseudorandom number that is equal on all ranks that have the box."""
     return zlib.crc32(f"{shard.tensor} {shard.box} {number}".encode())
 
 

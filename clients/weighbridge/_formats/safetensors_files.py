@@ -34,9 +34,9 @@ from weighbridge.errors import DataLoss, InvalidArgument, NotFound
 
 INDEX_FILE = "model.safetensors.index.json"
 DEFAULT_SHARD_BYTES = 5_000_000_000
-"""Largest file unless asked otherwise: hubs refuse files over 50 GB, and loaders read files in parallel."""
+"""Default maximum size of a file: hubs refuse files over 50 GB, and loaders read files in parallel."""
 MAX_HEADER_BYTES = 100_000_000
-"""The limit that safetensors' own reader has."""
+"""The limit of safetensors' own reader."""
 _SHARDING = "DCP_SHARDING_INFO"
 """Key in the metadata of headers under which torch's HuggingFaceStorageWriter records where parts of tensors begin."""
 _ALIGNMENT = 8
@@ -52,7 +52,7 @@ class TensorFile:
         name: its name.
         header: its first bytes: length and header.
         nbytes: its whole size in bytes.
-        metadata: what ``__metadata__`` of the header says, as text.
+        metadata: the header's ``__metadata__``, as strings.
     """
 
     name: str
@@ -63,7 +63,7 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class FilesLayout:
-    """The files of a model, and where in them every tensor lies. Buffers of the layout are named like the files."""
+    """The files of a model, and the position of every tensor in them. Buffers of the layout are named like the files."""
 
     files: tuple[TensorFile, ...]
     layout: Layout
@@ -75,7 +75,7 @@ class FilesLayout:
 
     @property
     def index_json(self) -> bytes | None:
-        """Content of the index file; None where there is one file and so no index."""
+        """Content of the index file; None if there is a single file and therefore no index."""
         if len(self.files) == 1:
             return None
         weight_map = {p.shard.tensor: p.buffer for p in self.layout.placements}
@@ -84,7 +84,7 @@ class FilesLayout:
 
 
 def lay_out_adapter(specs: Sequence[TensorSpec]) -> FilesLayout:
-    """Lay the tensors of an adapter out as peft does, in one file. Raises as `lay_out_files`."""
+    """Lay out the tensors of an adapter in one file, as peft does. Raises as `lay_out_files`."""
     return lay_out_files(specs, _LARGEST, single=ADAPTER_WEIGHTS)
 
 
@@ -94,13 +94,13 @@ def lay_out_files(
     *,
     single: str = "model.safetensors",
 ) -> FilesLayout:
-    """Lay whole tensors out in files named as transformers names them.
+    """Lay out whole tensors in files with transformers' names.
 
     Tensors keep their order; within a file, those with wider elements come first, so that every tensor is aligned to
-    its element. A tensor larger than ``max_shard_bytes`` gets a file of its own. A file without others is called ``single``.
+    its element. A tensor larger than ``max_shard_bytes`` gets a separate file. If there is only one file, its name is ``single``.
 
     Raises:
-        InvalidArgument: ``max_shard_bytes`` is not positive, or there is no tensor.
+        InvalidArgument: ``max_shard_bytes`` is not positive, or there are no tensors.
     """
     if max_shard_bytes <= 0:
         raise InvalidArgument(f"the maximum shard size must be positive, not {max_shard_bytes}")
@@ -148,11 +148,10 @@ def read_header(
     Args:
         data: all bytes of the file (of an open one, only the header is read), or at least its length and header.
         file: its name, for placements and messages.
-        nbytes: size of the file in bytes; None if ``data`` is all of it.
+        nbytes: size of the file in bytes; None if ``data`` is the whole file.
 
     Raises:
-        DataLoss: the file is cut short, its header is not what the format says, or its tensors overlap, leave gaps or
-            reach beyond the end.
+        DataLoss: the file is truncated, its header violates the format, or its tensors overlap, leave gaps or exceed the end.
     """
     whole = len(data) if nbytes is None else nbytes
     if len(data) < 8:
@@ -189,13 +188,13 @@ def read_header(
 
 
 def _texts(metadata: Any) -> dict[str, str]:
-    """Texts in the metadata of a header, without other values, which not all readers refuse."""
+    """Strings in the metadata of a header, without other values, which not all readers refuse."""
     found = metadata.items() if isinstance(metadata, dict) else ()
     return {key: value for key, value in found if isinstance(value, str)}
 
 
 def _entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
-    """Begin, end, name, dtype and shape of one tensor, as a header has them."""
+    """Begin, end, name, dtype and shape of one tensor, from a header."""
     begin, end = entry["data_offsets"]
     shape = entry["shape"]
     if not isinstance(shape, list) or any(
@@ -218,11 +217,11 @@ def layout_of_files(
     """The layout of existing files, from their headers.
 
     Args:
-        buffers: by name, what `read_header` takes.
-        sizes: of the files in bytes, by name; None if the buffers are all of them.
+        buffers: by name, data for `read_header`.
+        sizes: sizes of the files in bytes, by name; None if the buffers are whole files.
 
     Raises:
-        DataLoss: a header is wrong, or a tensor stands in two files.
+        DataLoss: a header is invalid, or a tensor is in two files.
     """
     files = []
     tensors: dict[str, TensorSpec] = {}
@@ -240,10 +239,10 @@ def layout_of_files(
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """The weights in a folder, complete by the folder's own index and names.
+    """The weights in a folder, complete according to the folder's index and file names.
 
     Attributes:
-        layout: the tensors, by their names without those of wrappers, and where they lie. Buffers are named like the files.
+        layout: the tensors, by their names without those of wrappers, and their positions. Buffers are named like the files.
         buffers: the files, open for reading.
         left_out: names of safetensors files in the folder that are not the model's.
         wrapped: number of names that contained names of wrappers.
@@ -260,13 +259,13 @@ def read_folder(folder: Path, *, by_path: bool = False) -> FolderFiles:
 
     Args:
         folder: the folder.
-        by_path: whether buffers, and files in errors, have their paths for names.
+        by_path: whether buffers, and files in errors, are named by their paths.
 
     Raises:
         NotFound: as `map_folder`.
         DataLoss: as `map_folder` and `layout_of_files`, or the files lack a tensor that the index lists.
         InvalidArgument: a file is a link out of the folder; or files belong to several models, are an adapter's, or each hold one rank's parts of tensors.
-        LayoutError: two tensors would have one name without those of wrappers.
+        LayoutError: two tensors would have the same name without those of wrappers.
     """
     names, left_out, listed = _weights_in(folder)
     buffers = {str(folder / name) if by_path else name: map_file(folder, name) for name in names}
@@ -291,10 +290,10 @@ def _offsets_of_parts(file: TensorFile) -> dict[str, list[int]]:
 
 
 def map_folder(folder: Path) -> dict[str, OpenFile]:
-    """Open all safetensors files that belong to the model in an HF folder; `weight_files` says which.
+    """Open all safetensors files of the model in an HF folder, as selected by `weight_files`.
 
     Raises:
-        NotFound: no such folder, no safetensors file in it, or one that the index or the names of others name is missing.
+        NotFound: the folder does not exist, contains no safetensors file, or lacks a file that the index or the names of other files imply.
         DataLoss: the index cannot be read, or names files outside the folder.
         InvalidArgument: files belong to several models, are an adapter's, or each hold one rank's parts of tensors.
     """
@@ -303,13 +302,13 @@ def map_folder(folder: Path) -> dict[str, OpenFile]:
 
 
 def _weights_in(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...], Mapping[str, str]]:
-    """Files that hold a folder's weights, the other safetensors files in it, and its index, which is empty if there is none."""
+    """Files that contain a folder's weights, the other safetensors files in it, and its index, which is empty if there is none."""
     if not folder.is_dir():
         raise NotFound(f"there is no folder {folder}")
     there = [path.name for path in folder.glob("*.safetensors")]
     index = folder / INDEX_FILE
     listed: dict[str, str] = {}
-    has_index = os.path.lexists(index)  # a link to what is not there is an index that is missing
+    has_index = os.path.lexists(index)  # a dangling link counts as a missing index
     if has_index:
         try:
             listed = dict(json.loads(_read_index(index, folder))["weight_map"].items())
@@ -334,11 +333,11 @@ def _weights_in(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...], Mapping
 
 
 def _read_index(index: Path, folder: Path) -> bytes:
-    """The content of an index. What never ends, or has no end in memory, is not read.
+    """The content of an index. Endless or too large files are not read.
 
     Raises:
-        NotFound: it is a link to what is not there.
-        DataLoss: it is no index.
+        NotFound: it is a dangling link.
+        DataLoss: it is not an index.
         InvalidArgument: it is a link out of the folder.
     """
     with os.fdopen(open_regular(index, folder), "rb") as file:
@@ -352,16 +351,16 @@ def _read_index(index: Path, folder: Path) -> bytes:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether there are safetensors files in a folder, or should be."""
+    """Whether a folder contains safetensors files, or should contain them."""
     return os.path.lexists(folder / INDEX_FILE) or any(folder.glob("*.safetensors"))
 
 
 def map_file(folder: Path, name: str) -> OpenFile:
-    """Open one file of a folder, to be read as bytes.
+    """Open one file of a folder for reading as bytes.
 
     Raises:
-        NotFound: there is no such file.
-        DataLoss: there is something else of this name.
+        NotFound: the file does not exist.
+        DataLoss: the name belongs to something else than a file.
         InvalidArgument: it is a link out of the folder.
     """
     return OpenFile(folder / name, open_regular(folder / name, folder))

@@ -1,9 +1,9 @@
-"""Shifts: a constant that is added to each element of a tensor on its way from one tensor space to the other.
+"""Shifts: a constant that is added to each element of a tensor when it is converted from one tensor space to another.
 
-A model's files may have a norm's weights, where Megatron-core has them less one. One definition for ranks that push, for restores and for
-conversions. The sum is computed in float32, for float64 in float64, and rounded to the tensor's dtype, ties to even, as torch does. For
-elements of 16 bits, shifted by one, that is the exact sum, rounded once. NaN becomes the positive quiet one without a payload, because additions
-leave different ones on different machines.
+For example, Megatron-core stores a norm's weights reduced by one, compared with the model's files. Pushes, restores and conversions use this
+definition. The sum is computed in float32, for float64 in float64, and rounded to the tensor's dtype, ties to even, as torch does. For elements of 16
+bits, shifted by one, that is the exact sum, rounded once. NaN becomes the positive quiet one without a payload, because additions leave different
+ones on different machines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Shifts = Mapping[str, float]
 """Constants that are added to each element of some tensors, by the tensors' names."""
 NO_SHIFTS: Shifts = MappingProxyType({})
 _SIGNIFICAND_CUT = 16
-"""Bits by which the significand of a float32 is longer than that of a bfloat16."""
+"""Number of bits by which the significand of a float32 exceeds that of a bfloat16."""
 
 
 def shifted(data: bytes | memoryview | Bytes, dtype: DType, shift: float) -> Bytes:
@@ -33,10 +33,10 @@ def shifted(data: bytes | memoryview | Bytes, dtype: DType, shift: float) -> Byt
         shift: the constant; a float32.
 
     Returns:
-        As many bytes, in memory of their own.
+        The same number of bytes, in new memory.
     """
     elements = _widened(np.frombuffer(data, np.uint8), dtype)
-    # what is not finite stays so, and is counted elsewhere
+    # non-finite elements stay non-finite, and are counted elsewhere
     with np.errstate(over="ignore", invalid="ignore"):
         total = elements + elements.dtype.type(shift)
         total[np.isnan(total)] = np.nan
@@ -44,7 +44,7 @@ def shifted(data: bytes | memoryview | Bytes, dtype: DType, shift: float) -> Byt
 
 
 def _widened(data: Bytes, dtype: DType) -> NDArray[np.float32] | NDArray[np.float64]:
-    """Elements in the dtype in which they are added; exact."""
+    """Elements converted to the dtype of the addition; exact."""
     match dtype.name:
         case "BF16":
             return (data.view("<u2").astype("<u4") << _SIGNIFICAND_CUT).view("<f4")

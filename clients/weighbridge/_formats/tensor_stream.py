@@ -31,15 +31,14 @@ def copy_out(
     ranges: Ranges,
     shifts: Shifts = NO_SHIFTS,
 ) -> None:
-    """Copy parts of a stream, made of tensors on any device, to a buffer, one part behind the other.
+    """Copy parts of a stream of tensors on any device to a buffer, one part after another.
 
     Args:
         layout: of the stream.
-        tensors: one for each placement, with as many elements as its box, in row-major order of its axes. They are cast as
-            `written_as` says.
-        staging: at least as many bytes as the parts have.
+        tensors: one for each placement, with as many elements as its box, in row-major order of its axes. They are cast according to `written_as`.
+        staging: destination, at least as large as the parts.
         ranges: the parts.
-        shifts: what is added to elements.
+        shifts: constants to add to elements.
     """
     import torch
 
@@ -55,9 +54,9 @@ def copy_out(
                 if last - first == placement.nbytes:
                     if shift:
                         tensor = with_shift(tensor, dtype, shift)
-                    if dtype != tensor.dtype:  # only rows are cast as all other ways do
+                    if dtype != tensor.dtype:  # casts of rows give the same bits as all other ways
                         tensor = tensor.contiguous()
-                        # and on a GPU only where they lie: a copy to host memory casts here, where NaN gets other bits
+                        # and on a GPU they are cast before the copy: a casting copy to host memory casts on the CPU, where NaN gets other bits
                         tensor = tensor if tensor.is_cpu else tensor.to(dtype)
                     torch.frombuffer(staging, dtype=dtype, count=tensor.numel(), offset=offset).view(
                         tensor.shape
@@ -72,16 +71,16 @@ def copy_out(
 
 
 def written_as(spec: TensorSpec, tensor: torch.Tensor) -> torch.dtype:
-    """The dtype of a tensor's elements in a stream: floating-point numbers of 16 bits or more are cast, all others go as they are."""
+    """The dtype of a tensor's elements in a stream: floating-point numbers of 16 bits or more are cast, all others are sent unchanged."""
     return cast_of(spec, tensor.dtype)
 
 
 def cast_of(spec: TensorSpec, dtype: torch.dtype) -> torch.dtype:
-    """As `written_as`, of a tensor that is of this dtype."""
+    """As `written_as`, for a tensor with this dtype."""
     return _cast_of(spec.dtype, dtype)
 
 
-@functools.cache  # asked several times for each tensor of a push
+@functools.cache  # called several times for each tensor of a push
 def _cast_of(wanted: DType, dtype: torch.dtype) -> torch.dtype:
     are_numbers = dtype.is_floating_point and dtype.itemsize > 1
     return wanted.torch if wanted.is_float and are_numbers else dtype
@@ -102,7 +101,7 @@ def _bytes_of(
     """Bytes ``start`` to ``stop`` of a tensor's elements in a dtype, in row-major order; no more than needed is copied or cast."""
     import torch
 
-    # of a tensor that lies otherwise than in row-major order, whole rows are copied
+    # if a tensor is not in row-major order, whole rows are copied
     rows = tensor.view(-1) if tensor.is_contiguous() else tensor
     row_bytes = rows[:1].numel() * dtype.itemsize
     first = start // row_bytes
@@ -117,7 +116,7 @@ def _bytes_of(
 def _between(
     layout: Layout, tensors: Sequence[torch.Tensor], start: int, stop: int
 ) -> Iterator[tuple[Placement, torch.Tensor]]:
-    """The placements that have bytes in a range of a stream, with their tensors."""
+    """The placements with bytes in a range of a stream, and their tensors."""
     placements = layout.placements
     index = bisect.bisect_right(placements, start, key=lambda each: each.offset + each.nbytes)
     while index < len(placements) and placements[index].offset < stop:
@@ -127,10 +126,10 @@ def _between(
 
 
 def check_size(placement: Placement, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-    """Refuse a tensor that does not have as many bytes as its placement; as elements of a dtype, if one is given.
+    """Refuse a tensor whose size in bytes differs from its placement's; computed for the given dtype, if any.
 
     Raises:
-        LayoutError: it has not.
+        LayoutError: the sizes differ.
     """
     nbytes = tensor.numel() * (dtype or tensor.dtype).itemsize
     if nbytes != placement.nbytes:
@@ -141,10 +140,10 @@ def check_size(placement: Placement, tensor: torch.Tensor, dtype: torch.dtype | 
 
 
 def check_target(layout: Layout, placement: Placement, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that cannot hold a slice. One of integers takes the bytes as they are.
+    """Refuse a tensor that cannot receive a slice. An integer tensor receives the raw bytes.
 
     Raises:
-        LayoutError: it has another number of bytes, or is of another floating-point dtype, as whose numbers the bytes mean others.
+        LayoutError: its size differs, or its floating-point dtype differs, so that the bytes would represent other numbers.
     """
     name = placement.shard.tensor
     dtype = layout.tensors[name].dtype
@@ -157,11 +156,11 @@ def check_target(layout: Layout, placement: Placement, tensor: torch.Tensor) -> 
 
 
 class StreamWriter:
-    """Writes a stream, as it comes in, into tensors.
+    """Writes an incoming stream into tensors.
 
     Args:
         layout: of the stream.
-        tensor_for: gives the tensor for a placement, when its first byte arrives. Contiguous tensors in host memory
+        tensor_for: returns the tensor for a placement when its first byte arrives. Contiguous tensors in host memory
             are written in place, others through a copy.
     """
 
@@ -173,7 +172,7 @@ class StreamWriter:
         self._current: tuple[torch.Tensor, torch.Tensor, NDArray[np.uint8]] | None = None
 
     def feed(self, data: memoryview) -> Iterator[tuple[int, torch.Tensor]]:
-        """Take the next bytes of the stream; gives each placement that they complete, and its tensor."""
+        """Write the next bytes of the stream. Yields each placement that they complete, and its tensor."""
         rest = data
         placements = self._layout.placements
         while self._next < len(placements):
@@ -199,7 +198,7 @@ class StreamWriter:
 
 
 def _open(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.uint8]]:
-    """A tensor, its stand-in in contiguous host memory (the same one if it is so itself), and that one's bytes."""
+    """A tensor, its stand-in in contiguous host memory (the tensor itself if it already is contiguous there), and the stand-in's bytes."""
     import torch
 
     tensor = tensor.detach()

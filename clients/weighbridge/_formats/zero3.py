@@ -1,7 +1,7 @@
-"""Parameters that DeepSpeed's ZeRO-3 has partitioned: of each, a rank holds a range of the elements, in row-major order.
+"""Parameters that DeepSpeed's ZeRO-3 has partitioned: a rank has a range of each parameter's elements, in row-major order.
 
-A range has ``ceil(elements / ranks)`` of them; the last ranges are padded, or are nothing but padding. Elements of a range form a few boxes, whose
-tensors are views of it. Source of the conventions: ``deepspeed.runtime.zero.partition_parameters`` of DeepSpeed 0.19.
+A range has ``ceil(elements / ranks)`` elements; the last ranges are padded, or consist only of padding. The elements of a range form a few boxes,
+whose tensors are views of it. Source of the conventions: ``deepspeed.runtime.zero.partition_parameters`` of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def is_partitioned(value: Any) -> bool:
-    """Whether this is a parameter that ZeRO-3 has partitioned."""
+    """Whether ZeRO-3 has partitioned this parameter."""
     return getattr(value, "ds_tensor", None) is not None and hasattr(value, "ds_shape")
 
 
 def partition_shards(parameter: Any) -> list[tuple[Box, torch.Tensor]]:
-    """The boxes of a parameter that this rank's range consists of, and for each a tensor of its extent that aliases the range.
+    """The boxes that form this rank's range of a parameter, and for each a tensor of its extent that aliases the range.
 
     Raises:
         LayoutError: the range is quantised, or not in memory.
@@ -40,14 +40,14 @@ def partition_shards(parameter: Any) -> list[tuple[Box, torch.Tensor]]:
 
 
 def gathered_copy(parameter: Any) -> torch.Tensor | None:
-    """The whole parameter, where a rank holds it besides its range, as it does of small ones between steps; None where it does not."""
+    """The whole parameter, if a rank has it in addition to its range, as for small parameters between steps; otherwise None."""
     status = getattr(getattr(parameter, "ds_status", None), "name", "")
     whole: torch.Tensor = parameter.detach()
     return whole if status == "AVAILABLE" and tuple(whole.shape) == tuple(parameter.ds_shape) else None
 
 
 def partitioned_state(module: torch.nn.Module) -> Mapping[str, Any] | None:
-    """The state dict of a module with its parameters themselves, if ZeRO-3 has partitioned them; None otherwise."""
+    """The state dict of a module with the parameter objects themselves, if ZeRO-3 has partitioned them; None otherwise."""
     if not any(is_partitioned(parameter) for parameter in module.parameters()):
         return None
     state: Mapping[str, Any] = module.state_dict(keep_vars=True)
@@ -55,7 +55,7 @@ def partitioned_state(module: torch.nn.Module) -> Mapping[str, Any] | None:
 
 
 def partition_rank(parameter: Any) -> int:
-    """This rank among those that share a parameter."""
+    """Index of this rank among those that share a parameter."""
     known = getattr(parameter, "ds_zero_partition_rank", None)
     if known is not None:
         return int(known)

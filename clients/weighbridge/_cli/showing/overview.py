@@ -122,7 +122,7 @@ class Overview(JsonValue):
         engines: by model.
         memory: None if it was not read.
         away_s: time since the service became unreachable; 0 if it responds.
-        away_reason: why not.
+        away_reason: why it is unreachable.
     """
 
     server: str
@@ -146,7 +146,7 @@ def overview(
         before: the previous reading; None if there was none, in which case rates are unknown.
         now: the newest reading.
         away_s: how long the service has been unreachable since then.
-        away_reason: why not.
+        away_reason: why it is unreachable.
     """
     refs = {model.name: model.refs for model in now.models}
     receiving = unfinished(now.versions)

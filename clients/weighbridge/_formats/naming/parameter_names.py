@@ -1,4 +1,4 @@
-"""Names of parameters as a model has them: without what wrappers add, and without adapters; those that models tie."""
+"""A model's own parameter names, without additions of wrappers and adapters; and the names of tied parameters."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from weighbridge._core.text.counts import counted, first_lines
 from weighbridge.errors import LayoutError
 
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
-"""Parts of names that torch.compile, FSDP and activation checkpointing put between a module's name and its parameters'."""
+"""Parts of names that torch.compile, FSDP and activation checkpointing insert between the names of a module and its parameters."""
 _ADAPTERS = frozenset(("lora_A", "lora_B", "base_layer"))
 _OWN_ADAPTERS = "_lora"
-"""Endings of config fields of models that have adapters among their weights, such as Phi-4-multimodal."""
+"""Suffixes of config fields of models whose weights include adapters, such as Phi-4-multimodal."""
 _HEADS = (
     "embed_out.weight", "generator_lm_head.weight", "lm_head.decoder.weight", "lm_head.weight",
     "output_projection.weight", "predictions.decoder.weight", "proj_out.weight", "vocab_projector.weight",
 )  # fmt: skip
-"""Ends of the names of output heads that models of transformers tie to the embedding of tokens."""
+"""Suffixes of the names of output heads that transformers models tie to the token embedding."""
 _EMBEDDINGS = (
     "backbone.embeddings.weight", "embed_in.weight", "embed_tokens.weight", "word_embeddings.weight", "wte.weight",
 )  # fmt: skip
-"""Ends of the names of those embeddings."""
+"""Suffixes of the names of those embeddings."""
 _SHARED = "shared.weight"
-"""End of the name of an embedding that encoder and decoder share, and that may be there a second time in each."""
+"""Suffix of the name of an embedding that encoder and decoder share, and that each may contain again."""
 
 
 def is_head(name: str) -> bool:
-    """Whether a tensor has the name of an output head that models of transformers tie to an embedding."""
+    """Whether a tensor has the name of an output head that transformers models tie to an embedding."""
     return _is_whole(name, _HEADS)
 
 
 def is_embedding(name: str) -> bool:
-    """Whether a tensor has the name of an embedding of tokens to which models of transformers tie their head."""
+    """Whether a tensor has the name of a token embedding to which transformers models tie their head."""
     return _is_whole(name, (*_EMBEDDINGS, _SHARED))
 
 
@@ -49,19 +49,19 @@ def head_and_embedding(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def _is_whole(name: str, endings: Iterable[str]) -> bool:
-    """Whether one of some endings is all of a name, or begins at a dot."""
+    """Whether a name equals one of some suffixes, or ends with a dot and one of them."""
     return any(name == each or name.endswith(f".{each}") for each in endings)
 
 
 def parameter_in(name: str, parameters: Collection[str]) -> str | None:
-    """The parameter that a name is of, which has its name or begins with it and a dot; the longest such one, None if there is none."""
+    """The longest parameter name that equals the given name, or that the given name extends after a dot; None if there is none."""
     while name and name not in parameters:
         name = name.rpartition(".")[0]
     return name or None
 
 
 def unwrapped_name(name: str) -> str:
-    """A parameter's name without what torch.compile, FSDP and activation checkpointing put into it."""
+    """A parameter's name without the parts that torch.compile, FSDP and activation checkpointing insert."""
     return ".".join(unwrapped_parts(name))
 
 
@@ -71,10 +71,10 @@ def unwrapped_parts(name: str) -> list[str]:
 
 
 def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
-    """Names of all parameters of a model, each with itself without what wrappers have added: ``module`` in front is DDP's where all have it.
+    """Names of all parameters of a model, each mapped to its name without additions of wrappers. A leading ``module`` is DDP's if all names have it.
 
     Raises:
-        LayoutError: two parameters would have one name; names each.
+        LayoutError: two parameters would have the same name; names each.
     """
     given = list(names)
     parts = [unwrapped_parts(name) for name in given]
@@ -91,7 +91,7 @@ def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def check_merged(names: Iterable[str], fix: str) -> None:
-    """Refuse LoRA adapters, of which names do not say whether they are merged. Raises LayoutError, which names them."""
+    """Refuse LoRA adapters, because names do not show whether they are merged. Raises LayoutError, which names them."""
     adapters = [name for name in names if not _ADAPTERS.isdisjoint(name.split("."))]
     if adapters:
         raise LayoutError(
@@ -103,9 +103,9 @@ def check_merged(names: Iterable[str], fix: str) -> None:
 
 
 def has_own_adapters(config_json: bytes) -> bool:
-    """Whether a ``config.json`` describes a model whose weights have adapters among them."""
+    """Whether a ``config.json`` describes a model whose weights include adapters."""
     try:
         config: Mapping[str, Any] = json.loads(config_json)
         return any(name.endswith(_OWN_ADAPTERS) and isinstance(config[name], dict) for name in config)
     except (ValueError, TypeError, RecursionError):
-        return False  # the code that reads the config itself reports what is wrong with it
+        return False  # the code that reads the config reports its errors

@@ -1,8 +1,8 @@
-"""Files of a folder that hold the weights of its model: by the folder's index, or by their names. Pure.
+"""Selects the files of a folder that contain the weights of its model, by the folder's index or by their names. Pure.
 
-Where there is an index, its files are the model, unless it leaves out a ``model.safetensors`` that is there: transformers would take that one, vLLM and
-SGLang the index's. Without an index, files that are numbered ``-00002-of-00003`` are a series, of which all have to be there; ``model.safetensors`` is one of a
-single file. What belongs to no series has other names altogether.
+If there is an index, its files are the model, unless a ``model.safetensors`` exists that it does not list: transformers would load that file, vLLM
+and SGLang those of the index. Without an index, files that are numbered ``-00002-of-00003`` are a series that must be complete; ``model.safetensors``
+is a series of a single file. Files of no series have entirely different names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weighbridge.errors import DataLoss, InvalidArgument, NotFound
 _SERIES = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
 _WHOLE = "model.safetensors"
 _OTHER_FORM = re.compile(r"consolidated(?:[.-].*)?\.safetensors")
-"""Files in which Mistral publishes the same weights again, by names of its own."""
+"""Files in which Mistral publishes the same weights again, under its own names."""
 _ADAPTER = re.compile(r"adapter_model(?:[.-].*)?\.safetensors")
 _OF_A_RANK = (
     (re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors"), "torch's HuggingFaceStorageWriter"),
@@ -26,7 +26,7 @@ _OF_A_RANK = (
     (re.compile(r"model\d+-mp\d+\.safetensors"), "DeepSeek's convert.py"),
 )
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-"""The file with an adapter's weights, as peft calls it."""
+"""peft's name of the file with an adapter's weights."""
 CONSOLIDATE = (
     "consolidate them first: consolidate_safetensors_files_on_every_rank or consolidate_safetensors_files of "
     "torch.distributed.checkpoint._consolidate_hf_safetensors; or save with enable_consolidation=True"
@@ -42,7 +42,7 @@ class WeightFiles:
     """The safetensors files of a folder.
 
     Attributes:
-        taken: names of those that hold the model.
+        taken: names of those that contain the model.
         left_out: names of the others.
     """
 
@@ -51,12 +51,12 @@ class WeightFiles:
 
 
 def config_name(files: Collection[str]) -> str:
-    """The file that describes the weights, of the files besides them."""
+    """The name of the file that describes the weights."""
     return ADAPTER_CONFIG if is_adapter(files) else CONFIG
 
 
 def weight_files(there: Collection[str], listed: Iterable[str] | None) -> WeightFiles:
-    """Decide which files hold the model.
+    """Decide which files contain the model.
 
     Args:
         there: names of all safetensors files of a folder.
@@ -64,7 +64,7 @@ def weight_files(there: Collection[str], listed: Iterable[str] | None) -> Weight
 
     Raises:
         NotFound: a file of a series is missing.
-        InvalidArgument: files belong to several models or series, are an adapter's, or each hold one rank's parts of tensors.
+        InvalidArgument: files belong to several models or series, belong to an adapter, or each contain one rank's parts of tensors.
     """
     if listed is not None:
         taken = tuple(sorted(set(listed)))
@@ -119,7 +119,7 @@ def _check_series(names: Collection[str]) -> None:
         )
     for (stem, count), numbers in series.items():
         first = 0 if 0 in numbers else 1
-        # a name may say any count
+        # a name may contain any count
         missing = count - sum(first <= number < first + count for number in numbers)
         if missing:
             have = ", ".join(map(str, sorted(numbers)[:_NAMED]))
@@ -131,11 +131,11 @@ def _check_series(names: Collection[str]) -> None:
 
 
 def check_finished(folder: object, there: Iterable[str]) -> None:
-    """Refuse what a save leaves that was interrupted, or still goes on: torch and Megatron-core write ``.metadata`` last.
+    """Refuse the folder of an interrupted or running save: torch and Megatron-core write ``.metadata`` last.
 
     Args:
-        folder: what the error calls it.
-        there: names of all that is in it.
+        folder: its name in the error.
+        there: names of all its entries.
 
     Raises:
         NotFound: there are ``.distcp`` files, and neither ``.metadata`` nor safetensors files.
@@ -153,7 +153,7 @@ def check_listed(listed: Mapping[str, str], there: Collection[str]) -> None:
     """Refuse files that lack tensors which their index lists.
 
     Args:
-        listed: the index: names of tensors, each with its file's.
+        listed: the index: names of tensors, each with the name of its file.
         there: names of the tensors in the files.
 
     Raises:
@@ -169,15 +169,15 @@ def check_listed(listed: Mapping[str, str], there: Collection[str]) -> None:
 
 
 def check_parts(file: str, metadata: Mapping[str, str], offsets: Mapping[str, Collection[int]]) -> None:
-    """Refuse a file whose header says that it holds parts of tensors, or those of another framework.
+    """Refuse a file if its header states that it contains parts of tensors, or tensors of another framework.
 
     Args:
         file: its name.
         metadata: ``__metadata__`` of its header.
-        offsets: where in its tensors the parts begin, as torch's HuggingFaceStorageWriter notes it.
+        offsets: offsets of the parts in their tensors, as recorded by torch's HuggingFaceStorageWriter.
 
     Raises:
-        InvalidArgument: it does.
+        InvalidArgument: the header states this.
     """
     parts = [name for name, offset in offsets.items() if any(offset)]
     if parts:
