@@ -22,7 +22,7 @@ def check_picture(path: Path) -> None:
     """Refuse a picture that cannot be drawn, before the comparison starts.
 
     Raises:
-        InvalidArgument: no such format.
+        InvalidArgument: the format is unknown.
         FailedPrecondition: matplotlib is not installed.
     """
     if path.suffix.lower() not in FORMATS:

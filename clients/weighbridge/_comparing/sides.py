@@ -54,7 +54,7 @@ class VersionSide:
         """A version that a number or a ref names now.
 
         Raises:
-            NotFound: no such model or version.
+            NotFound: the model or version does not exist.
             FailedPrecondition: it is not ready.
         """
         planned = client.pull(reference.model, reference.version)
@@ -93,7 +93,7 @@ class FolderSide:
         """Open the tensors of a folder.
 
         Raises:
-            NotFound: there is no safetensors file in it.
+            NotFound: the folder contains no safetensors file.
             DataLoss: a file is damaged, or lacks a tensor that the index lists.
             InvalidArgument: the files are not those of one model.
         """

@@ -122,7 +122,7 @@ class WeightShards:
     Attributes:
         layout: their shards; as `ShardedTensors.layout`, except for the dtypes.
         tensors: one for each shard, in its own dtype.
-        held: what the rank holds.
+        held: the rank's tensors.
     """
 
     layout: Layout
@@ -136,7 +136,7 @@ def as_registered(
     """The weights of a rank in the model's dtypes: floating-point tensors of other dtypes are cast, as for torch trainers.
 
     Args:
-        held: what the rank holds.
+        held: the rank's tensors.
         registered: specs of those tensors that belong to the registered model. Other tensors are not changed; the service refuses them.
         cast: one of `torch_state.CASTS`.
         filled: whether the tensors are filled from the model, instead of pushed to it.

@@ -2,14 +2,14 @@
 
 May import: `_clients` and folders below it.
 
-- `caching`: folder of files that clients can make again.
+- `caching`: cache folder of clients.
 - `tensor`: tensors without storage.
 - `views`: views of them, as strided boxes.
 - `joined`: several of them stacked or concatenated.
 - `source`: lazy tensors that are fetched while a loader runs.
 - `recorder`: observation of a loader's run, or the recording of an earlier process.
 - `recording`: the copies of a loader's run.
-- `staging`: spare memory beside the parameters, for a version that is not applied yet.
+- `staging`: reserved memory for a version that is not applied yet.
 - `arriving`: a version that is staged while it is still being received.
 - `early_plan`: rows of bytes for that.
 - `pairs`: a version of a policy and one of its drafter, as one.

@@ -1,4 +1,4 @@
-"""Folder of files that clients can make again: recordings, and the files of models that an engine reads from a folder."""
+"""Cache folder of clients: recordings, and the files of models that an engine reads from a folder. Clients can recreate its files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _FIX = f"name a folder that this user may write to in {CACHE_VARIABLE}, or give 
 
 
 def cache_folder() -> Path:
-    """Folder of files that clients can make again: ``WEIGHBRIDGE_CACHE``, or ``weighbridge`` in the user's cache folder.
+    """Cache folder of clients: ``WEIGHBRIDGE_CACHE``, or ``weighbridge`` in the user's cache folder.
 
     Raises:
-        FailedPrecondition: nothing names a folder, and the user has no home.
+        FailedPrecondition: no folder is configured, and the user has no home.
     """
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
@@ -30,15 +30,15 @@ def cache_folder() -> Path:
 
 
 def folder_of(kind: str, files: Mapping[str, bytes]) -> Path:
-    """A folder with exactly these files, the same for the same files; other processes may be making it too.
+    """A folder with exactly these files; equal files give the same folder. Other processes may create it concurrently.
 
     Args:
         kind: kind of the files, as a part of the folder's path.
         files: their contents by name.
 
     Raises:
-        FailedPrecondition: it cannot be written.
-        InvalidArgument: a name may lead out of it.
+        FailedPrecondition: the folder cannot be written.
+        InvalidArgument: a name could lead out of it.
     """
     digest = hashlib.sha256()
     for name, content in sorted(files.items()):

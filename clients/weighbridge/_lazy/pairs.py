@@ -1,4 +1,4 @@
-"""Two versions that a rank pulls as one: a policy's, and that of a drafter which is a model of its own.
+"""Two versions that a rank pulls as one: a policy's, and the version of a drafter that is a separate model.
 
 A recording of both prefixes the names of the drafter's tensors with the drafter's model, and lists them after the policy's.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Pair(Source):
-    """A policy's version, with a drafter's beside it; as a `Source` it is the policy's.
+    """A policy's version together with a drafter's. As a `Source`, it is the policy's version.
 
     Args:
         client: must stay open as long as tensors are copied from.
@@ -32,7 +32,7 @@ class Pair(Source):
         drafter: the drafter's version.
 
     Raises:
-        NotFound: no such model, version or ref.
+        NotFound: a model, version or ref does not exist.
         FailedPrecondition: a version is not ready.
     """
 

@@ -31,7 +31,7 @@ class Source:
         fetched_bytes: number of bytes fetched so far.
 
     Raises:
-        NotFound: no such model, version or ref.
+        NotFound: the model, version or ref does not exist.
         FailedPrecondition: the version is not ready.
     """
 
@@ -47,7 +47,7 @@ class Source:
         """Name and lazy tensor of each tensor, or of those in ``names``; copying from one fetches its elements.
 
         Raises:
-            NotFound: the version has no such tensor.
+            NotFound: the version does not contain the tensor.
         """
         found = {spec.name: spec for spec in self.specs}
         for name in found if names is None else names:

@@ -39,7 +39,7 @@ class StagingPlace:
         return self._memory.device
 
     def tensors(self, shapes: Mapping[str, Shape]) -> Mapping[str, torch.Tensor]:
-        """Tensors in the memory with these shapes, by name: as many as there is room for, in order. Cached for the last mapping."""
+        """Tensors in the memory with these shapes, by name: as many as fit, in order. Cached for the last mapping."""
         if shapes is not self._found[0]:
             self._found = (shapes, self._tensors(shapes))
         return self._found[1]
@@ -96,7 +96,7 @@ def packed(
         memories: tensors whose values are no longer needed. No two of them share memory.
 
     Returns:
-        The tensors by name; None, with nothing written, if there is no room.
+        The tensors by name; None, with nothing written, if they do not fit.
     """
     free = [flat(each).view(torch.uint8) for each in memories if each.numel()]
     found: dict[str, torch.Tensor] = {}

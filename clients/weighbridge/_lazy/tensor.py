@@ -143,7 +143,7 @@ class LazyTensor(Storageless):
         return box_of_view(self.spec.shape, view)
 
     def _viewed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Result of a view operation; None if it is no view of the version's tensor."""
+        """Result of a view operation; None if it is not a view of the version's tensor."""
         if func in _NOT_PLACES:
             return None
         if func is aten.as_strided.default and self._logical is not self._elements:

@@ -1,4 +1,4 @@
-"""Reports of engines to the service, and what the service answers about them.
+"""Reports of engines to the service, and the service's responses.
 
 May import: `_clients`, `_core`.
 

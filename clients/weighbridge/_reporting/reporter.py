@@ -1,4 +1,4 @@
-"""Reporter of an engine: reports to the service what the engine serves, from a thread of its own that no update waits for."""
+"""Reporter of an engine: reports the engine's served version to the service from a separate thread, for which updates do not wait."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _HERE = {"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"}  # noqa: S104  # no a
 class EngineReporter:
     """Reports an engine's state: at once when it has changed, and every few seconds. Thread-safe.
 
-    A change takes a lock and waits for nothing; a service that cannot be reached gets the report when it is back. The service lists the
-    engine (`Client.engines`), and keeps the versions that it serves. Any identity that may pull the model may report.
+    A change only acquires a lock. An unreachable service receives the report when it is reachable again. The service lists the engine
+    (`Client.engines`), and retains the versions that it serves. Any identity that may pull the model may report.
 
     Args:
         client: client of the service; the reporter makes its own connection with its address and credentials.
@@ -116,7 +116,7 @@ class EngineReporter:
         return status_of(said, contact, time.monotonic(), round(time.time() * 1000))
 
     def stop(self) -> None:
-        """Report once more, that the agent ends, and then stop. Does not wait."""
+        """Send a last report that the agent ends, then stop. Does not wait."""
         if not self._ending.is_set():
             self.say(state=ENGINE_ENDED, target=0)
             self._ending.set()

@@ -18,7 +18,7 @@ from weighbridge._core.engines.status import AgentStatus
 _REPORT_SECONDS = 5.0
 """Interval between reports, until the service has set it."""
 _MISSED = 3
-"""Number of intervals without contact after which the engine's standing is stale."""
+"""Number of intervals without contact after which the engine counts as stale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class Contact:
     """State of the reports. Times are seconds of the monotonic clock; None for never.
 
     Attributes:
-        engine: the service's last answer.
-        heard_s: when it came.
+        engine: the service's last response.
+        heard_s: when it arrived.
         report_s: seconds between reports.
         lost_s: when the service became unreachable; None if it is reachable.
         problem: error of the last report: the service is unreachable, or refuses reports.

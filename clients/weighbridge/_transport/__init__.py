@@ -8,7 +8,7 @@ May import: `_core`, `weighbridge.errors`, `weighbridge.v1`.
 - `proxies`: the proxy of a connection, if it may use one.
 - `rpc`: channels, deadlines, and errors of the service raised as they were there.
 - `backoff`: pauses between retries.
-- `outages`: log messages about a service that cannot be reached.
+- `outages`: log messages about an unreachable service.
 - `wire`: the vocabulary as protobuf messages and back.
 - `wire_operations`: messages of the operations in the table.
 - `wire_engines`: engines as protobuf messages and back.

@@ -90,7 +90,7 @@ class Connections:
         """The connection with this number, from 0; each number has its own.
 
         Raises:
-            WeighbridgeError: the service does not answer which port takes weights.
+            WeighbridgeError: the service does not report its port for weights.
         """
         self._process.check()
         with self._asking:
@@ -131,7 +131,7 @@ class Connections:
                 server = self.addresses.current
 
     def renew(self) -> None:
-        """Note that a stream has broken: before the next one, the service is asked again which port takes weights.
+        """Note that a stream has broken: the client requests the port for weights again before the next one.
 
         If several break in a row, streams use the known port: behind a proxy, another server may answer at the port for weights.
         """
@@ -378,7 +378,7 @@ def send(
 
     Raises:
         grpc.RpcError: a part broke; the others were cancelled.
-        WeighbridgeError: the service does not answer which port takes weights.
+        WeighbridgeError: the service does not report its port for weights.
         Exception: any error that ``messages`` raises.
     """
     count, headers = calls_for(nbytes, most), spans.headers()

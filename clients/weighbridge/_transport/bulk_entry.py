@@ -43,7 +43,7 @@ class BulkEntry:
 
 
 def ask(control: grpc.Channel, server: str, credentials: Credentials = NONE) -> BulkEntry:
-    """Ask a service for the entry; the service's known port if it names none, or one that cannot be reached from here.
+    """Request the entry from a service. Falls back to the service's known port if it names none, or names an unreachable one.
 
     Args:
         control: a channel to the service.
@@ -51,7 +51,7 @@ def ask(control: grpc.Channel, server: str, credentials: Credentials = NONE) -> 
         credentials: credentials of the channel.
 
     Raises:
-        WeighbridgeError: it cannot be reached.
+        WeighbridgeError: the service is unreachable.
     """
     with rpc.translated_errors(server, credentials):
         stub = bulk_service_pb2_grpc.BulkServiceStub(control)

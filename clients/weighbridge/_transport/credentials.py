@@ -42,7 +42,7 @@ class Credentials:
         certificate: file of this client's certificate and its chain (PEM), for services that require one.
         key: file of its private key (PEM).
         token: bearer token by which the service identifies this client, or a function that returns it.
-        token_file: file that has the token, which may be replaced at any time; as Kubernetes mounts tokens of service accounts.
+        token_file: file that contains the token; it may be replaced at any time, as Kubernetes does with mounted service account tokens.
         insecure: whether the token may be sent to other machines without TLS.
     """
 

@@ -1,4 +1,7 @@
-"""Process that connections belong to: those of gRPC do not work in a process that was forked after they were made; calls get no answer there."""
+"""Process that connections belong to.
+
+A gRPC connection does not work in a process that was forked after it was opened: calls there get no response.
+"""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 
 
 def before_break(word: str, breaks: str) -> str:
-    """Part of a word that bash keeps: up to the last character at which it breaks words. Bash replaces an ``@`` together with the rest."""
+    """Part of a word, kept by bash: up to the last character at which it breaks words. Bash replaces an ``@`` together with the rest."""
     last = max((word.rfind(each) for each in breaks if each in "@:="), default=-1)
     return word[:last] if word[last : last + 1] == "@" else word[: last + 1]
 
