@@ -2,11 +2,11 @@
 
 May import: `families`, `plan`, `weighbridge_storage`, `weighbridge`.
 
-- `registered_model`: a model, and plans and layouts that are derived from it once.
+- `registered_model`: a model, and the plans and layouts that are derived from it once.
 - `registration`: checks of a model's files, and the registration that heads store.
 - `model_tensors`: its tensors and their dtypes.
-- `listed_tensors`: its tensors as a list, if its model type has no weight map.
-- `adapters`: checks of an adapter of peft.
+- `listed_tensors`: its tensors as a list, if no weight map exists for its model type.
+- `adapters`: checks of a peft adapter.
 - `bridges`: its tensors on both sides, as its family defines them.
 - `bridge_process`: a separate process that makes bridges, so that the service does not import torch.
 - `library_models`: comparison of a model's tensors with transformers' own model of its config.

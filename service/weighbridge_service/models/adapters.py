@@ -1,9 +1,9 @@
-"""Adapters of peft: checks of their config, and of their tensors against those of a base. Pure.
+"""Checks of peft adapters: of their config, and of their tensors against those of a base. Pure functions.
 
-The config is data: regular expressions in it are limited in length, and never executed. Names of peft's LoRA tensors are
-``base_model.model.<module>.lora_A.weight``. A module is searched among the base's tensors by its whole name, and then by its name from the
-first numbered layer on, or by its last name if it is not in a layer, because transformers names the modules around the layers differently
-in memory and in files.
+The config is data: its regular expressions are limited in length and never executed. Names of peft's LoRA tensors are
+``base_model.model.<module>.lora_A.weight``. The check looks up a module among the base's tensors by its whole name. If there is no match,
+it uses the name from the first numbered layer on, or the last part of the name if the module is not in a layer, because transformers names
+the modules around the layers differently in memory and in files.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from weighbridge._core.text.shortening import shown
 from weighbridge.errors import InvalidArgument, LayoutError
 
 MAX_TEXT = 16_384
-"""Most characters of a text in a config, such as a regular expression of target modules."""
+"""Maximum characters of a string in a config, such as a regular expression of target modules."""
 _MOST_PATH = 200
-"""Most characters of a path in a config; an error gives its end."""
+"""Maximum characters of a path in a config. Errors show the end of a longer path."""
 _PREFIX = "base_model.model."
 _LORA: Mapping[str, tuple[int, int]] = {
     "lora_A": (1, 1),
@@ -29,16 +29,16 @@ _LORA: Mapping[str, tuple[int, int]] = {
     "lora_embedding_A": (1, 0),
     "lora_embedding_B": (0, 1),
 }
-"""Names of LoRA tensors, each with one of its axes, and the axis of the base's weight that has the same size."""
+"""Names of LoRA tensors, each with one of its axes and the axis of the base's weight that has the same size."""
 _EXPERTS = "experts"
-"""Modules that some releases of transformers stack in memory, and store one by one in files."""
+"""Modules that some releases of transformers stack in memory and store one by one in files."""
 _HEAD = "lm_head"
-"""Module whose weight a model that ties it to its embedding does not have as a tensor."""
+"""Module whose weight is not a tensor of its own in models that tie it to their embedding."""
 _FIX = "name the base that the adapter was trained on"
 
 
 def check_adapter_config(config: Mapping[str, Any]) -> None:
-    """Raise InvalidArgument if a config is not one of peft's, or has texts that are too long or numbers that are not finite."""
+    """Raise InvalidArgument if a config is not a peft config, or contains strings that are too long or numbers that are not finite."""
     kind = config.get("peft_type")
     if not isinstance(kind, str) or not kind or len(kind) > 64:
         raise InvalidArgument(
@@ -58,7 +58,7 @@ def check_adapter_config(config: Mapping[str, Any]) -> None:
 
 
 def _scalars(value: Any, path: str) -> Iterator[tuple[str, str | float]]:
-    """All texts and numbers in a JSON value, including keys of objects, each with its path.
+    """All strings and numbers in a JSON value, including keys of objects, each with its path.
 
     The length of a path is limited: a config of 1 MiB may be a thousand objects deep, with a hundred thousand values at that depth.
     """
@@ -79,10 +79,10 @@ def _scalars(value: Any, path: str) -> Iterator[tuple[str, str | float]]:
 def check_fits(
     adapter: Iterable[TensorSpec], base: Mapping[str, TensorSpec], config: Mapping[str, Any], name: str
 ) -> None:
-    """Refuse LoRA tensors of modules that the base does not have, or has with other sizes.
+    """Raise LayoutError if LoRA tensors belong to modules that the base does not contain or whose sizes differ.
 
-    Tensors that are not LoRA's, such as those of a module that is saved whole, are not compared. Neither are modules whose weights the base
-    stores in another form.
+    Other tensors, such as those of a module that is saved whole, are not compared. Neither are modules whose weights the base stores in
+    another form.
 
     Args:
         adapter: the adapter's tensors.
@@ -130,7 +130,7 @@ def check_fits(
 
 
 def _module_of(name: str) -> tuple[str, str]:
-    """The module that a LoRA tensor changes, and the tensor's name in `_LORA`; both empty for other tensors."""
+    """The module that a LoRA tensor changes, and the tensor's name in `_LORA`. Both are empty for other tensors."""
     parts = name.removeprefix(_PREFIX).split(".")
     at = next((i for i, part in enumerate(parts) if part in _LORA), None)
     if at is None or not name.startswith(_PREFIX):
@@ -153,12 +153,12 @@ class _Modules:
         self._modules.update([_tail(module.split(".")) for module in self._modules])
 
     def weight(self, module: str) -> TensorSpec | None:
-        """The weight of a module; None if no weight has its name, or several do."""
+        """The weight of a module; None if no weight or several weights have its name."""
         alike = self._tails.get(_tail(module.split(".")), [])
         return self._base.get(f"{module}.weight") or (alike[0] if len(alike) == 1 else None)
 
     def may_have(self, module: str) -> bool:
-        """Whether the base may have a module under other names of its tensors."""
+        """Whether the base may contain the module under other tensor names."""
         parts = module.split(".")
         if module in self._modules or _tail(parts) in self._modules or module == _HEAD:
             return True
@@ -167,6 +167,8 @@ class _Modules:
 
 
 def _tail(parts: Sequence[str]) -> str:
-    """A module's name from its first numbered layer on, ``layers.0.mlp``; its last name, ``embed_tokens``, if it is not in a layer."""
+    """A module's name from its first numbered layer on, such as ``layers.0.mlp``. If it is not in a layer, the last part of its name, such
+    as ``embed_tokens``.
+    """
     at = next((i for i, part in enumerate(parts) if i and part.isdecimal()), len(parts))
     return ".".join(parts[at - 1 :])

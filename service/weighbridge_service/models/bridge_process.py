@@ -1,7 +1,7 @@
-"""Process that makes bridges for the service, and compares tensors with transformers' models. It imports torch, transformers and mbridge.
+"""Process that makes bridges for the service and compares tensors with transformers' models. It imports torch, transformers and mbridge.
 
-The import of torch blocks a Python process for long stretches, which would delay every call and stream of the service, and takes 400 MB.
-So the service calls a separate process of the same Python, which returns only data: names, shapes, and the places of elements.
+The import of torch uses 400 MB and blocks a Python process for long periods, which would delay every call and stream of the service. So the
+service calls a separate process of the same Python, which returns only data: names, shapes, and the places of elements.
 """
 
 from __future__ import annotations
@@ -45,17 +45,19 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
 }
 """Functions that the process serves, by name."""
 _ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
-"""megatron-core compiles small functions at their definition, for which torch imports its compiler. This process computes nothing."""
+"""megatron-core compiles small functions where it defines them, for which torch imports its compiler. This process does not compute with
+tensors.
+"""
 _MOST_SECONDS = 300.0
-"""Seconds that one bridge may take, including the imports of a new process; the largest models take some seconds."""
+"""Maximum seconds to make one bridge, including the imports of a new process. The largest models need a few seconds."""
 
 _MOST_SECONDS_OF_CALL = 60.0
 _MOST_BYTES = 4 << 30
-"""Bytes that one call may take, without the imports of a new process; the largest models take some hundred MB."""
+"""Maximum bytes of memory that one call may use, without the imports of a new process. The largest models need a few hundred MB."""
 
 
 class BridgeProcess:
-    """Separate process that makes bridges. It lives until `close`, and is started again if it dies."""
+    """Separate process that makes bridges. It runs until `close`, and is restarted if it dies."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,9 +66,9 @@ class BridgeProcess:
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Start the process, which imports its modules in the background for seconds. Raises Unavailable if it cannot be started.
+        """Start the process, which imports its modules in the background for some seconds. Raises Unavailable if it cannot be started.
 
-        Does nothing during a call, which has started the process already and may hold the lock as long as the imports take.
+        Does nothing during a call, because the call has already started the process, and may hold the lock until the imports are done.
         """
         if self._lock.acquire(blocking=False):
             try:
@@ -78,7 +80,7 @@ class BridgeProcess:
         """As `weighbridge_service.models.bridges.make_bridge`.
 
         Raises:
-            Unavailable: the process has died, has not answered for minutes, or cannot be started.
+            Unavailable: the process has died, has not responded for minutes, or cannot be started.
             WeighbridgeError: as `make_bridge`.
         """
         bridge: Bridge = self._asked(make_bridge, config_json, tuple(absent))
@@ -113,7 +115,7 @@ class BridgeProcess:
         return made
 
     def close(self) -> None:
-        """Kill the process, even during a call, and start no further one. A waiting caller gets `Unavailable`."""
+        """Kill the process, even during a call, and do not start another. A waiting caller gets `Unavailable`."""
         self._closed.set()
         process = self._process
         if process is not None:
@@ -147,12 +149,12 @@ class BridgeProcess:
                     ) from error
             self._connection = ours
             count_helper(self._process.pid)
-            if self._closed.is_set():  # `close` came before the process was there to kill
+            if self._closed.is_set():  # `close` was called before the process existed
                 self._process.kill()
         return self._connection
 
     def _end(self) -> str:
-        """Kill the process if there is one. Returns a text with its exit code, empty if it had not exited."""
+        """Kill the process if it exists. Returns a string with its exit code; empty if it had not exited."""
         if self._connection is None or self._process is None:
             return ""
         self._connection.close()
@@ -168,10 +170,11 @@ class BridgeProcess:
 
 @contextlib.contextmanager
 def bounded(nbytes: int, seconds: float) -> Iterator[None]:
-    """Limit the memory and time of the block, since libraries make lists as long as a config says. Only for the main thread of a process.
+    """Limit the memory and time of the block, because a config determines how long the lists of libraries get. Only for the main thread of
+    a process.
 
     Args:
-        nbytes: bytes of memory beyond the present use; a larger allocation raises MemoryError, or the RuntimeError of torch.
+        nbytes: bytes of memory beyond the current use; a larger allocation raises MemoryError, or the RuntimeError of torch.
         seconds: seconds after which a TimeoutError is raised.
     """
 
@@ -199,11 +202,11 @@ def _data_bytes() -> int:
 
 
 def serve(connection: Connection) -> None:
-    """Answer calls from the process at the other end, until it closes the connection."""
+    """Execute the calls of the process at the other end until it closes the connection."""
     # the service ends this process, after its last push
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    gc.disable()  # imported objects stay: garbage collection would take a fifth of the import time
+    gc.disable()  # imported objects are never freed, and garbage collection would take a fifth of the import time
     make_bridge(json.dumps(_FIRST_CONFIG).encode())
     gc.freeze()
     gc.enable()

@@ -24,12 +24,14 @@ _FIELD = re.compile(r"\{(layer|expert)(?:\+(\d+))?\}")
 _INDEXED = re.compile(r"^(.+)\[(.+)\]$")
 _LONGEST_AXIS = 1 << 24
 _MOST_ELEMENTS, _MOST_IN_HALVES = 1 << 30, 1 << 32
-"""Most elements of a tensor that a conversion rearranges, for which tracing takes 4 bytes each; and of one that it only splits in halves,
-or of the vocabulary. The largest known tensors have 3 * 10^8, the projections of Llama 3.1 405B, and 2 * 10^9, its MLP."""
+"""Maximum number of elements of a tensor that a conversion rearranges, and of a tensor that it only splits in halves or that belongs to the
+vocabulary. Tracing uses 4 bytes for each element that is rearranged. The largest known tensors are those of Llama 3.1 405B: its projections
+have 3 * 10^8 elements, its MLP 2 * 10^9.
+"""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _SAME_NORM = (
-    # the norm in front of the MLP: the Transformer Engine spec fuses it into dense layers only, the local one names it so
-    # in layers with experts as well
+    # the norm before the MLP: the Transformer Engine spec fuses it into dense layers only; the local spec uses this name in layers with
+    # experts as well
     (".mlp.linear_fc1.layer_norm_weight", ".pre_mlp_layernorm.weight"),
     (".self_attention.q_layernorm.weight", ".self_attention.linear_q_up_proj.layer_norm_weight"),
     (".self_attention.kv_layernorm.weight", ".self_attention.linear_kv_up_proj.layer_norm_weight"),
@@ -72,7 +74,7 @@ class MegatronTensor:
     shape: Shape
 
     def declared(self) -> Sequence[tuple[str, Box]]:
-        """Names of the tensors that trainers declare for it, and the part of it that each is: itself, or its sections."""
+        """Names of the tensors that trainers declare for it, each with its part of this tensor: the whole tensor, or one of its sections."""
         if not self.rule.sections:
             return [(self.name, Box.whole(self.shape))]
         rest, first = self.shape[1:], 0
@@ -93,15 +95,15 @@ class Bridge:
 
     Attributes:
         model_type: model type in the config.
-        hugging_face: shapes of the model's tensors in the order of their files, tied ones once.
+        hugging_face: shapes of the model's tensors in the order of their files; tied tensors appear once.
         megatron: Megatron-core's tensors, by their names with a key for each layer and expert.
         num_layers: number of decoder layers.
         vocab_size: rows of the embedding, without padding.
         experts: routed experts in a layer; 0 if there are none.
-        parts: Hugging Face tensors of each optional part that the family has for this config.
+        parts: Hugging Face tensors of each optional part that the family defines for this config.
         one_key_for_all_layers: whether trainers use one key for all layers of a kind.
         shifts: whether a constant is added to elements of some tensors.
-        keep_in_fp32: endings of the names of Hugging Face tensors that are float32 whatever the model's dtype.
+        keep_in_fp32: suffixes of the names of Hugging Face tensors that are float32 regardless of the model's dtype.
 
     Raises:
         InvalidArgument: the family's rules do not cover every tensor.
@@ -164,7 +166,7 @@ class Bridge:
         return entry.name
 
     def find(self, name: str) -> MegatronTensor | None:
-        """The tensor with a name of any layer spec; None if the model does not have it."""
+        """The tensor with this name in any layer spec; None if the model does not contain it."""
         found = self.megatron.get(name)
         if found is None:
             for one, other in _SAME_NORM:
@@ -174,7 +176,9 @@ class Bridge:
         return found
 
     def links(self, entry: MegatronTensor) -> list[Link]:
-        """Links from the elements of a tensor to its targets, which are indexes into ``entry.targets``. Tensors of one kind share them."""
+        """Links from the elements of a tensor to its targets; the targets are indexes into ``entry.targets``. Tensors of one kind share
+        their links.
+        """
         key = (entry.rule.megatron, entry.shape)
         found = self._links.get(key)
         if found is None:
@@ -202,10 +206,10 @@ class Bridge:
         return found
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """Cut of each Hugging Face tensor for tensor parallelism, ``colwise`` or ``rowwise``; tensors without an entry are not cut.
+        """How tensor parallelism cuts each Hugging Face tensor, ``colwise`` or ``rowwise``. Tensors without an entry are not cut.
 
         Raises:
-            InvalidArgument: the family's own code has failed to return its plan.
+            InvalidArgument: the family's own code failed to return its plan.
         """
         if self._plan_error:
             raise InvalidArgument(f"the model's family has no parallel plan: {self._plan_error}"[:500])
@@ -220,7 +224,7 @@ class Bridge:
         return self._head_counts
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for another process: all results of the family and its conversions, instead of these objects."""
+        """State for another process. It contains all results of the family and its conversions instead of the objects themselves."""
         plan_error = self._plan_error
         try:
             self.parallel_plan()
@@ -267,12 +271,12 @@ def _parallel_plan(modules: Mapping[str, str], names: Iterable[str]) -> dict[str
 
 
 def kind_of(name: str) -> str:
-    """The name with its numbers replaced by ``*``: tensors of one kind are alike."""
+    """The name with its numbers replaced by ``*``. Tensors whose names have the same result are of one kind."""
     return _NUMBER.sub("*", name)
 
 
 def _entries(rules: Sequence[Rule], shapes: Mapping[str, Shape]) -> Iterator[MegatronTensor]:
-    """Megatron-core tensors of the rules, if all of their Hugging Face tensors exist; each Hugging Face tensor is used once."""
+    """Megatron-core tensors of the rules whose Hugging Face tensors all exist. Each Hugging Face tensor is used once."""
     by_kind: dict[str, list[tuple[int, ...]]] = {}
     for name in shapes:
         numbers = tuple(int(n) for n in _NUMBER.findall(name))
@@ -297,7 +301,9 @@ def _entries(rules: Sequence[Rule], shapes: Mapping[str, Shape]) -> Iterator[Meg
 
 
 def _check_shift(rule: Rule) -> None:
-    """Refuse a constant that trainers and conversions would add differently: each rounds it to float32, and rows of padding are zeros."""
+    """Raise an error if trainers and conversions would add the constant differently: each rounds it to float32, and rows of padding are
+    zeros.
+    """
     if rule.vocabulary and rule.shift:
         raise InvalidArgument(
             f"the weight map adds {rule.shift:g} to {rule.megatron}, which has rows of padding",
@@ -374,7 +380,7 @@ def parse_config(config_json: bytes) -> dict[str, Any]:
 
 
 def bridge_for(config_json: bytes, absent: Sequence[str] = ()) -> Bridge:
-    """Bridge for a Hugging Face config, made once for each config and process.
+    """Bridge for a Hugging Face config. Each process makes one bridge per config.
 
     Takes about 5 s the first time in a process (mbridge imports transformers and megatron-core).
 
@@ -383,7 +389,7 @@ def bridge_for(config_json: bytes, absent: Sequence[str] = ()) -> Bridge:
         absent: optional parts that the model lacks.
 
     Raises:
-        InvalidArgument: the config has no map, or transformers cannot make a model of it.
+        InvalidArgument: no weight map exists for the config, or transformers cannot create a model from it.
     """
     family_of(parse_config(config_json))
     with _making:
@@ -420,7 +426,7 @@ def make_bridge(config_json: bytes, absent: Sequence[str] = ()) -> Bridge:
         return Bridge(family, absent)
     except WeighbridgeError:
         raise
-    except Exception as error:  # a wrong value may raise any error in transformers
+    except Exception as error:  # transformers may raise any error for an invalid value
         raise InvalidArgument(
             f"transformers cannot make a {config['model_type']} model of this config.json: {error}"[:500]
         ) from error

@@ -1,4 +1,4 @@
-"""Cuts of one tensor for a rank of an engine: by the styles that engines agree on, or the model's own parallel plan."""
+"""Cuts of one tensor for a rank of an engine. They follow the styles on which engines agree, or else the model's own parallel plan."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _OUTPUTS = "the last axis"
 _CORRECTIONS = tuple(
     (re.compile(pattern), style)
     for pattern, style in (
-        # engines cut vision and audio encoders differently, and these have other heads than the decoder
+        # engines cut vision and audio encoders differently, and the encoders' heads differ from the decoder's
         (r"(.*\.)?(visual|vision_tower|vision_model|audio_tower)\..+", _WHOLE),
-        # a score head has a row or two
+        # a score head has one or two rows
         (r"(.*\.)?(score|v_head|value_head|reward_head)\..+", _WHOLE),
         # multi-head latent attention: projections to the latent vector, which all heads share, are not cut
         (r".*\.self_attn\.(q_a_proj|kv_a_proj_with_mqa)\.\w+", _WHOLE),
         (r".*\.self_attn\.(q_b_proj|kv_b_proj)\.\w+", _COLWISE),
-        # shared experts are an MLP; so are the other experts, whatever transformers' plan is for them
+        # shared experts are an MLP; so are the other experts, regardless of transformers' plan for them
         (r".*\.(shared_experts?|experts\.\d+)\.(w1|w3|gate_proj|up_proj)\.\w+", _COLWISE),
         (r".*\.(shared_experts?|experts\.\d+)\.(w2|down_proj)\.\w+", _ROWWISE),
         # all experts of a layer in one tensor, input axis before output axis: [experts, hidden, gate and up], and
@@ -41,14 +41,14 @@ _CORRECTIONS = tuple(
         (r".*\.self_attn\.sinks", _COLWISE),
     )
 )
-"""Cuts on which engines agree, for tensors that transformers' plan lacks or cuts differently. The first pattern that matches counts."""
+"""Cuts on which engines agree, for tensors that transformers' plan omits or cuts differently. The first matching pattern applies."""
 _ROUTER = re.compile(r".*\.(gate|router|shared_expert_gate)\.\w+")
 """Routers, which choose the experts of a token. They are not cut, since every rank routes every token. A router has one row for each
 expert, or a single row; other layers may be called a gate as well."""
 _LATENT = {"q_proj": _COLWISE, "o_proj": _ROWWISE}
 """Other projections of multi-head latent attention, recognized by a ``kv_b_proj`` in the same module."""
 _STYLES = {
-    # these styles of transformers also tell how activations are passed on, which does not affect the weights
+    # these styles of transformers also define how activations are passed on, which does not affect the weights
     "colwise_rep": _COLWISE,
     "local_colwise": _COLWISE,
     "rowwise_rep": _ROWWISE,
@@ -132,7 +132,7 @@ def _vocabulary(spec: TensorSpec, style: str, request: TensorParallel) -> tuple[
 
 
 def _sizes_that_fit(facts: EngineFacts) -> str:
-    """Fix for an error about heads: the tensor-parallel sizes that the model supports."""
+    """Fix in an error about heads: lists the tensor-parallel sizes that the model supports."""
     sizes = [
         size
         for size in range(1, facts.heads + 1)
@@ -148,7 +148,7 @@ def _slice(facts: EngineFacts, spec: TensorSpec, style: str, size: int, rank: in
     axis = 0 if style == _COLWISE else 1
     if not _OF_ATTENTION.fullmatch(spec.name):
         return _cut(spec, axis, size, rank)
-    # attention is cut between heads, never inside one; a key-value head that several ranks need is on each of them
+    # attention is cut between heads, never inside a head; if several ranks need a key-value head, each of them holds it
     module = spec.name.rpartition(".")[0]
     heads, kv_heads = facts.heads, facts.kv_heads
     if heads % size:
@@ -192,7 +192,7 @@ def in_blocks(scale: TensorSpec, weight: TensorSpec, box: Box, block: tuple[int,
     """Box of the scales that belong to a part of an fp8 weight.
 
     Raises:
-        InvalidArgument: the part ends inside a block, or there is not one scale for each block.
+        InvalidArgument: the part ends inside a block, or the number of scales differs from the number of blocks.
     """
     blocks = [1] * (len(weight.shape) - 2) + list(block[-len(weight.shape) :])
     shown = " x ".join(map(str, block))

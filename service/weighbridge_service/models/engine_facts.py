@@ -1,4 +1,4 @@
-"""Facts of a model that decide how engines cut its tensors: heads, experts, the vocabulary, places, its own parallel plan."""
+"""Facts about a model that determine how engines cut its tensors: heads, experts, the vocabulary, places, its own parallel plan."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class EngineFacts:
         kinds: kind of each tensor; tensors of one kind and shape are cut alike.
         latent: names of the modules of multi-head latent attention.
         block: rows and columns of an fp8 weight that share a scale.
-        places: the decoder layer of each tensor, or its place before or behind the layers.
+        places: the decoder layer of each tensor, or its place before or after the layers.
         vocabulary: tensors whose first axis is the vocabulary.
-        output_too: tensors both before and behind the layers: an embedding that is also the output layer.
+        output_too: tensors both before and after the layers: an embedding that is also the output layer.
     """
 
     model_type: str
@@ -124,7 +124,7 @@ class EngineFacts:
 
 
 def _places(bridge: Bridge) -> tuple[dict[str, int], frozenset[str], frozenset[str]]:
-    """Places of Hugging Face's tensors, the tensors of the vocabulary, and those that the last stage has in addition to the first."""
+    """Places of Hugging Face's tensors, the tensors of the vocabulary, and the tensors that both the first and the last stage hold."""
     places: dict[str, int] = {}
     vocabulary: set[str] = set()
     embedding: set[str] = set()

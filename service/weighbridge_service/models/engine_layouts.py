@@ -1,4 +1,4 @@
-"""Layouts of engine ranks: whole tensors, the slices of a rank by the model's own parallel plan, or explicit boxes."""
+"""Layouts of engine ranks: whole tensors, a rank's slices according to the model's own parallel plan, or explicit boxes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weighbridge_service.models.engine_facts import EngineFacts
 from weighbridge_service.models.megatron_layouts import BEHIND_THE_LAYERS
 
 MAX_BOXES = 1_000_000
-"""Most boxes in one request."""
+"""Maximum number of boxes in one request."""
 
 
 class EngineLayouts:
@@ -26,7 +26,7 @@ class EngineLayouts:
 
     Args:
         tensors: the model's tensors, by name.
-        bridge: returns the model's bridge, which has the parallel plan, or raises if there is none. Called only for the slices of ranks.
+        bridge: returns the model's bridge, which contains the parallel plan, or raises if none exists. Called only for slices of ranks.
         block: rows and columns of an fp8 weight that share a scale.
     """
 
@@ -47,11 +47,11 @@ class EngineLayouts:
     def layout(self, request: LayoutRequest) -> Layout:
         """Layout of the stream of slices for a request.
 
-        A padded tensor of the vocabulary has its padded shape in the layout.
+        If a tensor of the vocabulary is padded, the layout contains its padded shape.
 
         Raises:
-            InvalidArgument: the request does not fit the model; names the tensor. Or there is no plan for ranks of this model type.
-            NotFound: the request names a tensor that the model does not have.
+            InvalidArgument: the request does not fit the model (the error names the tensor), or the model type has no parallel plan.
+            NotFound: the request names a tensor that the model does not contain.
         """
         match request:
             case FullTensors(names=names):
@@ -132,7 +132,7 @@ def _rank(facts: EngineFacts, request: TensorParallel) -> Iterator[tuple[TensorS
 
 
 def _specs_of(facts: EngineFacts, experts: ExpertParallel | None) -> Iterable[TensorSpec]:
-    """Tensors of which a rank holds slices, regardless of its pipeline stage, in their order."""
+    """Tensors that a rank holds slices of, in their order. Ignores the rank's pipeline stage."""
     if experts is None or not facts.experts:
         return facts.tensors.values()
     held = list(facts.common)

@@ -1,8 +1,9 @@
-"""Comparison of a model's tensors with transformers' own model of its config, for model types without a weight map.
+"""Comparison of a model's tensors with the model that transformers creates from its config, for model types without a weight map.
 
-The model is made on the meta device from the config's own fields, and runs no remote code. A tensor that the library's loader would
-initialize anew counts as missing, which is an error. A tensor that it would not load, such as those of layers for multi-token prediction,
-is unknown, which is not. Models that transformers does not know, or cannot make within the limits below, are not compared.
+The model is created on the meta device from the config's own fields and does not run remote code. If the library's loader would initialize
+a tensor anew, the tensor counts as missing, which is an error. If the loader would not load a tensor, such as one of a layer for
+multi-token prediction, the tensor is unknown, which is not an error. Models that transformers does not know, or cannot create within the
+limits below, are not compared.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from weighbridge_service.models.bridges import parse_config
 log = logging.getLogger(__name__)
 
 _MOST_MODULES = 50_000
-"""Most modules of a compared model; each takes about 0.1 ms. The largest models without experts have 5,000."""
+"""Maximum number of modules of a compared model; each takes about 0.1 ms. The largest models without experts have 5,000."""
 _MOST_COUNT = 1 << 10
-"""Most layers, blocks and the like of a compared model."""
+"""Maximum number of layers, blocks and similar units of a compared model."""
 _COUNTS = re.compile(r"(^|_)(n_)?(layers?|blocks?|depths?|stages?)$")
 _LABELS, _MOST_LABELS = ("num_labels", "num_classes"), 1 << 16
-"""Fields from which configs make lists of labels, and the most labels."""
+"""Fields from which configs make lists of labels, and the maximum number of labels."""
 _BASE_FIELDS = ("is_decoder", "is_encoder_decoder", "add_cross_attention")
-"""Fields of all models that affect which tensors there are."""
+"""Fields of all models that affect which tensors exist."""
 _RENAMED = (
     (re.compile(r"LayerNorm\.gamma$"), "LayerNorm.weight"),
     (re.compile(r"LayerNorm\.beta$"), "LayerNorm.bias"),
     (re.compile(r"(?<=\.)weight_g$"), "parametrizations.weight.original0"),
     (re.compile(r"(?<=\.)weight_v$"), "parametrizations.weight.original1"),
 )
-"""Names that transformers changes when it loads files of any model, each with the new name."""
+"""Names that transformers changes when it loads the files of any model, each with its new name."""
 _FIX = (
     "use the config.json that belongs to the weights, and all of their files; or register the model by its tensors alone: "
     "weight_map=False, or --no-weight-map"
@@ -60,9 +61,9 @@ class Comparison:
     Attributes:
         model_class: name of the class of transformers.
         missing: tensors that the loader would initialize anew.
-        misshapen: messages about tensors whose shape is not the model's.
+        misshapen: messages about tensors whose shape differs from the model's.
         unknown: tensors that the loader would not load.
-        tied: groups of names of one tensor, for each tensor that is there under several names.
+        tied: for each tensor that occurs under several names, the group of its names.
     """
 
     model_class: str
@@ -74,12 +75,14 @@ class Comparison:
 
 Compare = Callable[[bytes, Mapping[str, Shape]], "Comparison | None"]
 _comparing: list[Compare] = []
-"""Functions that compare; the last one is called. Nothing is compared if there is none."""
+"""Functions that compare; the last one is called. If the list is empty, nothing is compared."""
 
 
 @contextmanager
 def compared_by(compare: Compare) -> Iterator[None]:
-    """Let `check_library_model` call a function such as `compare_with_library` while the block runs. Without one it accepts all tensors."""
+    """Let `check_library_model` call a function such as `compare_with_library` while the block runs. Without such a function it accepts all
+    tensors.
+    """
     _comparing.append(compare)
     try:
         yield
@@ -88,7 +91,8 @@ def compared_by(compare: Compare) -> Iterator[None]:
 
 
 def check_library_model(config_json: bytes, specs: Iterable[TensorSpec], fix: str = _FIX) -> frozenset[str]:
-    """Refuse tensors that do not complete transformers' own model of the config. A warning in the log names those that it would not load.
+    """Raise InvalidArgument if the tensors do not complete the model that transformers creates from the config. A warning in the log names
+    the tensors that transformers would not load.
 
     Args:
         config_json: the model's ``config.json``.
@@ -96,11 +100,11 @@ def check_library_model(config_json: bytes, specs: Iterable[TensorSpec], fix: st
         fix: the fix in the error.
 
     Returns:
-        The output head, if the tensors have it in addition to the embedding that the class ties it to. The model then has no such tensor,
-        and a pushed one is compared with the embedding.
+        The output head, if the tensors contain it in addition to the embedding that the class ties it to. The model then does not contain
+        such a tensor, and a pushed one is compared with the embedding.
 
     Raises:
-        InvalidArgument: tensors are missing, or have another shape; names each.
+        InvalidArgument: tensors are missing, or have another shape. The error names each.
     """
     shapes = {spec.name: spec.shape for spec in specs}
     found = _comparing[-1](config_json, shapes) if _comparing else None
@@ -126,9 +130,10 @@ def check_library_model(config_json: bytes, specs: Iterable[TensorSpec], fix: st
 
 
 def compare_with_library(config_json: bytes, shapes: Mapping[str, Shape]) -> Comparison | None:
-    """Compare tensors with transformers' model of a config. Returns None if transformers has no model, or one that cannot be compared.
+    """Compare tensors with transformers' model of a config. Returns None if transformers has no model for it, or if the model cannot be
+    compared.
 
-    Takes seconds the first time in a process, which imports transformers.
+    The first call in a process takes seconds, because it imports transformers.
 
     Args:
         config_json: the config.
@@ -142,7 +147,7 @@ def compare_with_library(config_json: bytes, shapes: Mapping[str, Shape]) -> Com
         return None if model is None else _compared(model, shapes)
     except WeighbridgeError as error:
         log.info("not compared with transformers' model: %s", error)
-    except Exception as error:  # a value may raise any error in transformers
+    except Exception as error:  # transformers may raise any error for a value
         log.info("not compared with transformers' model: %s: %s", type(error).__name__, error)
     return None
 
@@ -164,14 +169,16 @@ def _most_of(field: str) -> float:
 
 
 def _sum(value: Any) -> int:
-    """A count, or the sum of a list of counts, such as by stages of a model; 0 for other values."""
+    """A count, or the sum of a list of counts, such as one per stage of a model; 0 for other values."""
     if isinstance(value, list):
         return sum(map(_sum, value))
     return value if type(value) is int and value > 0 else 0
 
 
 def _library_model(config: Mapping[str, Any]) -> Any:
-    """transformers' model without memory for its weights; None if there is no class for the config. Raises if it has too many modules."""
+    """transformers' model without memory for its weights; None if transformers has no class for the config. Raises an error if it has too
+    many modules.
+    """
     import torch
     import transformers
 
@@ -184,7 +191,7 @@ def _library_model(config: Mapping[str, Any]) -> Any:
     made = transformers_config(model_type, config, any_parts=True)
     if architectures:
         found = getattr(transformers, str(architectures[0]), None)
-    else:  # the base model, whose tensors all classes of the type have
+    else:  # the base model; all classes of the type contain its tensors
         found = transformers.MODEL_MAPPING.get(type(made), None)
     if not _is_model_class(found) or not isinstance(made, found.config_class or ()):
         return None
@@ -205,7 +212,7 @@ def _is_model_class(found: Any) -> bool:
 
 
 class _TooManyModules(Exception):
-    """Error of a model that has more than `_MOST_MODULES` modules."""
+    """Raised if a model has more than `_MOST_MODULES` modules."""
 
 
 @contextmanager
@@ -267,8 +274,9 @@ def _compared(model: Any, shapes: Mapping[str, Shape]) -> Comparison:
 
 
 def _own_names(model: Any, tensors: Iterable[str], given: Iterable[str]) -> Mapping[str, Sequence[str]]:
-    """Names under which the model may know each tensor. transformers renames some, and loads models with a head from ones without one, and
-    vice versa."""
+    """Names under which the model may contain each tensor. transformers renames some tensors, and loads models with a head from files
+    without one, and vice versa.
+    """
     prefix = f"{model.base_model_prefix}."
     given = list(given)
     has = any(name.startswith(prefix) for name in given)

@@ -1,7 +1,7 @@
-"""List of a model's tensors, from its registration, for models whose model type has no weight map.
+"""List of a model's tensors from its registration, if no weight map exists for the model type.
 
-The list may have 100,000 tensors, and the head is rewritten with each version. So the list is a separate object, named by its digest, and
-never changes.
+The list may contain 100,000 tensors, and the head is rewritten with each version. So the list is a separate object that is named by its
+digest and never changes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class ListedTensors:
     """Tensors of a model.
 
     Attributes:
-        specs: the tensors, sorted by name, with numbers in names sorted as numbers. The order does not depend on the caller's.
+        specs: the tensors, sorted by name, with numbers in names sorted as numbers. The order does not depend on the order in which the
+            caller lists them.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -44,7 +45,7 @@ class ListedTensors:
         """The list of these tensors.
 
         Raises:
-            InvalidArgument: there are no tensors, none has elements, or two have the same name.
+            InvalidArgument: the list is empty, no tensor has elements, or two tensors have the same name.
         """
         specs = sorted(found, key=lambda spec: _order(spec.name))
         if not any(spec.nbytes for spec in specs):
@@ -87,7 +88,7 @@ class ListedTensors:
         return [[spec.name, spec.dtype.name, list(spec.shape)] for spec in self.specs]
 
     def cast(self, dtype: DType, *, quantised: bool = False) -> ListedTensors:
-        """The same tensors, with floating-point ones in another dtype.
+        """The same tensors, with floating-point tensors in another dtype.
 
         fp8 tensors and scales, which belong to quantised weights, keep their dtype; biases of routers are not narrowed.
         """

@@ -1,6 +1,6 @@
 """Layouts of Megatron-core ranks, by the conventions of its distributed checkpoints.
 
-They serve restores without a model, conversions of folders, and planning. A running trainer declares the layout of its own
+They are used for restores without a model, for conversions of folders and for planning. A running trainer declares the layout of its own
 ``sharded_state_dict()`` instead.
 """
 
@@ -21,7 +21,7 @@ from weighbridge_service.models.bridges import Bridge, MegatronTensor
 
 _ROWS, _COLUMNS = 0, 1
 _CUTS = {
-    # modules that tensor parallelism cuts, and the axis of the weight; all others are replicated
+    # modules that tensor parallelism cuts, with the axis of the weight; all other modules are replicated
     "word_embeddings": _ROWS,
     "output_layer": _ROWS,
     "linear_qkv": _ROWS,
@@ -111,7 +111,7 @@ def megatron_layout(
         experts_apart: whether each expert has its own key, instead of one tensor for all experts of a layer.
 
     Raises:
-        InvalidArgument: the sizes do not divide the model, or the rank does not exist.
+        InvalidArgument: the model cannot be divided by the sizes, or the rank does not exist.
     """
     for what, (index, size) in (
         ("tensor", rank.tp),
@@ -147,7 +147,7 @@ class _Groups:
     """A model's tensors, grouped by the ranks that hold them."""
 
     first: list[MegatronTensor]  # before the decoder
-    last: list[MegatronTensor]  # behind it
+    last: list[MegatronTensor]  # after it
     embedding: list[
         MegatronTensor
     ]  # also on the last stage: as a tied output layer, or for multi-token prediction
@@ -258,7 +258,7 @@ def all_ranks(
     """Layouts of all ranks of a training job, by rank.
 
     Raises:
-        InvalidArgument: the sizes do not divide the model.
+        InvalidArgument: the model cannot be divided by the sizes.
     """
     made: dict[MegatronRank, Layout] = {}
     layouts = {}

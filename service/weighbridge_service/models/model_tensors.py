@@ -34,10 +34,10 @@ class ModelTensors:
 
     Attributes:
         dtype: dtype of most of the weights.
-        exceptions: dtypes of other tensors, by names with ``*`` in the place of numbers, or by whole names if tensors of one kind differ.
+        exceptions: dtypes of the other tensors, by names with ``*`` in place of numbers, or by whole names if tensors of one kind differ.
         absent: optional parts that the model lacks.
         block: rows and columns of a quantised weight that share a scale.
-        listed: digest of the list of its tensors, if there is no weight map to derive them from the config; empty otherwise.
+        listed: digest of the list of its tensors, if no weight map exists to derive them from the config; empty otherwise.
     """
 
     dtype: DType
@@ -102,7 +102,7 @@ def tensors_found(bridge: Bridge, config: Mapping[str, Any], found: Sequence[Ten
         found: the tensors in its files.
 
     Raises:
-        InvalidArgument: tensors are missing, unknown, or of another shape than the config defines; names each.
+        InvalidArgument: tensors are missing or unknown, or their shapes differ from those that the config defines. The error names each.
     """
     there = {spec.name: spec for spec in found}
     parts = {

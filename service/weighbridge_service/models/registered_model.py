@@ -108,7 +108,7 @@ class RegisteredModel:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the model is an adapter of peft, whose versions are based on versions of another model."""
+        """Whether the model is a peft adapter. Its versions are based on versions of another model."""
         return is_adapter(self.side_files)
 
     @cached_property
@@ -166,7 +166,7 @@ class RegisteredModel:
 
     @cached_property
     def model_type(self) -> str:
-        """Model type in its config; empty if the config names none."""
+        """Model type in its config; empty if the config does not name one."""
         return model_type_of(parse_config(self.config_json))
 
     @cached_property
@@ -194,19 +194,19 @@ class RegisteredModel:
 
     @cached_property
     def files(self) -> FilesLayout:
-        """Layout of the model's versions in safetensors files."""
+        """Layout of the safetensors files of the model's versions."""
         tensors = list(self.tensors.values())
         return lay_out_adapter(tensors) if self.is_adapter else lay_out_files(tensors)
 
     @cached_property
     def identity(self) -> str:
-        """Digest of the tensors, and of the place of each of their elements in megatron-core.
+        """Digest of the tensors and of the place of each of their elements in megatron-core.
 
         Configs with the same identity are interchangeable: the same shards give the same files. Heads store it, so its format is fixed:
         `IDENTITY_FORMAT`, a colon, and the hex digits of a SHA-256. The SHA-256 is over the digest of the files' layout and one line of
         canonical JSON for each of megatron-core's tensors, in order: ``[name, [[target, leading indexes] ...], [copies ...], [[offset,
-        extent, number of the target, offset, extent, axes] ...]]``, with the constant that is added to each element, if there is one, as
-        the last item. Without a weight map there are no such lines.
+        extent, number of the target, offset, extent, axes] ...]]``, with the constant that is added to each element, if any, as the last
+        item. A model without a weight map has no such lines.
         """
         digest = hashlib.sha256(self.files.layout.digest.encode())
         links: dict[int, object] = {}  # by kind; most tensors share their links with other layers
@@ -225,7 +225,7 @@ class RegisteredModel:
 
     @property
     def nbytes(self) -> int:
-        """Approximate bytes of memory that the model takes now, without the `bridge`, which models with one config share."""
+        """Approximate bytes of memory that the model uses now, without the `bridge`, which models with the same config share."""
         # tensors count only once they are derived
         tensors = len(self.listed.specs if self.listed is not None else self.__dict__.get("tensors", ()))
         shards = tensors + self._layouts.weight + self._requests.weight
@@ -236,7 +236,7 @@ class RegisteredModel:
         return EngineLayouts(self.tensors, lambda: self.bridge, self.kept.block)
 
     def add_layout(self, space: TensorSpace, layout: Layout) -> None:
-        """Remember a declared layout by its digest.
+        """Store a declared layout under its digest.
 
         Raises:
             InvalidArgument: the layout has Megatron-core's names, and the model has no weight map.
@@ -246,7 +246,7 @@ class RegisteredModel:
         self._layouts.put(layout.digest, (space, layout))
 
     def declared_layout(self, digest: str) -> DeclaredLayout | None:
-        """A declared layout, by its digest; None if it is not, or no longer, remembered."""
+        """The declared layout with this digest; None if it is not stored, or no longer stored."""
         return self._layouts.get(digest)
 
     def is_offered(self, digest: str) -> bool:
@@ -280,7 +280,7 @@ class RegisteredModel:
                     layouts, self.files, lambda tensors: self._relate(space, tensors), homes, space=space
                 )
             except LayoutError:
-                # a layout may have been declared in the wrong tensor space: forget it, so that ranks send it again
+                # a layout may have been declared in the wrong tensor space: drop it, so that ranks send it again
                 for digest in digests:
                     self._layouts.drop(digest)
                 raise
@@ -347,7 +347,7 @@ class RegisteredModel:
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
-    """Model type of a config; empty if the config names none. Raises InvalidArgument if it is not a short text."""
+    """Model type of a config; empty if the config does not name one. Raises InvalidArgument if it is not a short string."""
     named = config.get("model_type")
     if named is not None and not (isinstance(named, str) and named.isprintable() and len(named) <= 256):
         raise no_weight_map(named, ", which is no name of one")

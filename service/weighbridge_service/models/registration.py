@@ -34,10 +34,11 @@ from weighbridge_storage.head.head_changes import delete_model, register
 from weighbridge_storage.stores.objects import ObjectStore
 
 _SINCE = "since_ms"
-"""Field in the registration of a part: when an earlier model of the same name was deleted, in milliseconds since 1970 UTC; 0 if none was.
-It distinguishes the part from one of the earlier model."""
+"""Field in the registration of a part: the time at which an earlier model of the same name was deleted, in milliseconds since 1970 UTC, or
+0 if no such model was deleted. It distinguishes the part from a part of the earlier model.
+"""
 _NO_CONFIG, _NO_DTYPE = b"{}", dtypes.parse("uint8")
-"""Placeholders for the config and the usual dtype of parts of models, which have no registered files."""
+"""Placeholders for the config and the usual dtype of parts of models. Parts do not have registered files."""
 
 
 def files_key(model: ModelName, files_id: str, file: str) -> str:
@@ -46,7 +47,9 @@ def files_key(model: ModelName, files_id: str, file: str) -> str:
 
 
 def registered_files(store: ObjectStore, model: ModelName, files_id: str) -> dict[str, bytes]:
-    """Files of one registration, by name. Versions keep the files with which they were opened, even if others were registered since."""
+    """Files of one registration, by name. Versions keep the files with which they were opened, even if other files have been registered
+    since.
+    """
     names = sorted(registered_names(store, model, files_id))
     return {name: store.get(files_key(model, files_id, name))[0] for name in names}
 
@@ -76,21 +79,22 @@ def model_for_registration(
     *,
     weight_map: bool = True,
 ) -> RegisteredModel:
-    """Check a registration, and derive the model's tensors from it.
+    """Check a registration and derive the model's tensors from it.
 
     Args:
         name: the model's name.
         files: its files other than the weights.
-        dtype: dtype of its weights; if empty, that of ``found``, or else of the present registration, or else of the config.
-        found: the tensors in its files of weights, if there are such files.
+        dtype: dtype of its weights. If empty: the dtype of ``found``, or else of the existing registration, or else of the config.
+        found: the tensors in its weight files, if it has any.
         there: the model's head, if it is registered already, or the remaining head of a deleted model.
-        listed: the model's tensors, if it is registered already without a weight map; not needed with ``found``.
-        weight_map: False registers it by its tensors alone, even if there is a weight map. A model that was registered without one
-            stays so if it has versions, or without ``found``, because a weight map would change the order of tensors in its files.
+        listed: the model's tensors, if it is already registered without a weight map; not required with ``found``.
+        weight_map: False registers the model by its tensors alone, even if a weight map exists. A model that was registered without a
+            weight map stays without one if it has versions or if ``found`` is not given, because a weight map would change the order of
+            tensors in its files.
 
     Raises:
-        InvalidArgument: a file's name is not allowed, there is no ``config.json``, its model type has no weight map and no
-            tensors are known, the dtype is not known, or the tensors do not match the config.
+        InvalidArgument: a file's name is not allowed, ``config.json`` is missing, the model type has no weight map and the tensors are
+            unknown, the dtype is unknown, or the tensors do not match the config.
     """
     check_file_names(files)
     if "config.json" not in files and ADAPTER_CONFIG not in files:
@@ -130,14 +134,16 @@ def model_for_registration(
     elif not dtype and there is not None and has_versions and not is_listed(there):
         kept = _kept(name, there)
     model = RegisteredModel(name, files["config.json"], kept, files_id, sorted(files))
-    _ = model.identity  # builds the bridge: a model without a valid map is refused now, not at a push
+    _ = (
+        model.identity
+    )  # builds the bridge, so that a model without a valid map is refused now instead of at a push
     return model
 
 
 def _listed(
     config: Mapping[str, Any], dtype: str, found: Sequence[TensorSpec], listed: ListedTensors | None
 ) -> ListedTensors:
-    """Tensors of a model without a weight map, with floating-point ones cast to ``dtype`` unless it is empty."""
+    """Tensors of a model without a weight map. Floating-point tensors are cast to ``dtype`` unless it is empty."""
     if found:
         listed = ListedTensors.of(found)
     if listed is None:
@@ -161,7 +167,7 @@ def _listed(
 
 
 def part_registration(name: ModelName, there: Head) -> RegisteredModel:
-    """Registration of a part of a model. The part has no files and tensors; each of its versions has.
+    """Registration of a part of a model. The part itself does not have files or tensors; each of its versions does.
 
     Args:
         name: name of the part.
@@ -172,7 +178,7 @@ def part_registration(name: ModelName, there: Head) -> RegisteredModel:
 
 
 def with_part(name: ModelName, head: Head, of: Head, now_ms: int) -> Head:
-    """Head of a part with its registration. If the part belongs to a deleted model of the same name, it is deleted first.
+    """Head of a part with its registration. If the part belongs to a deleted model of the same name, the part is deleted first.
 
     Args:
         name: name of the part.
@@ -181,7 +187,7 @@ def with_part(name: ModelName, head: Head, of: Head, now_ms: int) -> Head:
         now_ms: the time, in milliseconds since 1970 UTC.
 
     Raises:
-        FailedPrecondition: versions of the deleted model's part are being received, or the model is an adapter.
+        FailedPrecondition: the service is receiving versions of the deleted model's part, or the model is an adapter.
     """
     if head.files_id and not is_part_of(head, of):
         head = delete_model(head, now_ms)
@@ -221,7 +227,7 @@ def registration_of(model: RegisteredModel) -> dict[str, Any]:
 
 
 def registered(head: Head, model: RegisteredModel) -> Head:
-    """Head with this registration, which may replace any other one until the first version is opened.
+    """Head with this registration. It may replace any other registration until the first version is opened.
 
     Raises:
         FailedPrecondition: the model is registered with other tensors.
@@ -260,7 +266,7 @@ def _agree(there: Mapping[str, Any], model: RegisteredModel) -> bool:
 
 
 def summary_from_head(name: ModelName, head: Head, refs: Mapping[str, int]) -> Model:
-    """The model as callers see it, from its head alone.
+    """Description of the model for callers, from its head alone.
 
     Raises:
         DataLoss: the registration in the head is incomplete.
@@ -284,7 +290,7 @@ def summary_from_head(name: ModelName, head: Head, refs: Mapping[str, int]) -> M
 
 
 def _newest_base(head: Head) -> str:
-    """Base of the newest version of an adapter that the head itself lists; empty for other models."""
+    """Base of an adapter's newest version among those that the head itself lists; empty for other models."""
     if not is_adapter_head(head):
         return ""
     said = {number: each.metadata for number, each in head.recent.items() if not each.retired}
@@ -295,10 +301,10 @@ def _newest_base(head: Head) -> str:
 
 
 def check_registration(name: ModelName, head: Head) -> ModelTensors:
-    """Check the registration in a head, by which the model is listed and loaded. Returns the properties of its tensors.
+    """Check the registration in a head, from which the model is listed and loaded. Returns the properties of its tensors.
 
     Raises:
-        DataLoss: a field is missing, or is not what `registration_of` writes.
+        DataLoss: a field is missing, or `registration_of` does not write it in this form.
     """
     found = summary_from_head(name, head, {})
     texts, numbers = (found.model_type, found.dtype), (found.tensor_count, found.tensor_bytes)
@@ -337,12 +343,12 @@ def is_adapter_head(head: Head) -> bool:
 
 
 def is_listed(head: Head) -> bool:
-    """Whether a model is registered by a list of its tensors, without a weight map."""
+    """Whether a model is registered with a list of its tensors instead of a weight map."""
     return bool(head.registration.get("listed"))
 
 
 def is_registered(head: Head, model: RegisteredModel) -> bool:
-    """Whether the head's registration is this one."""
+    """Whether the head contains this registration."""
     return head.files_id == model.files_id and model.kept == _kept(model.name, head)
 
 

@@ -1,8 +1,8 @@
 """Trace of a conversion: the place of each element, found by converting numbered elements.
 
 A conversion takes one tensor and returns named tensors. For each axis of the input, the trace runs it on a tensor whose elements are their
-own index along that axis. So each output element names its source. Two runs with different codes of the index must decode to the same
-answer, so that a conversion which scales, shifts or mixes elements is detected and refused.
+own index along that axis. So each output element identifies its source. Two runs that encode the index differently must decode to the same
+result. So the trace detects a conversion that scales, shifts or mixes elements, and raises an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weighbridge.errors import LayoutError
 Conversion = Callable[[torch.Tensor], Sequence[tuple[str, torch.Tensor]]]
 _SCALE, _SHIFT = 2, 1_000_003
 _MOST_PARTS = 8
-"""Most parts into which a target is cut if a source axis runs along two of its axes."""
+"""Maximum number of parts into which a target is cut if a source axis runs along two of its axes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class _Along:
 def trace(name: str, shape: Sequence[int], conversion: Conversion) -> list[Link]:
     """Links from tensor ``name`` of this shape to the tensors that the conversion returns.
 
-    Takes memory for at most a few int32 tensors of the input's size: inputs are expanded, not filled.
+    Uses memory for at most a few int32 tensors of the input's size, because inputs are expanded views.
 
     Raises:
         LayoutError: the conversion does more than move elements.
@@ -79,9 +79,9 @@ def _along(
     check: torch.Tensor,
     within: Mapping[int, int] = MappingProxyType({}),
 ) -> Iterator[_Along]:
-    """Target axis along which one source axis runs, with the runs of consecutive indexes.
+    """Target axis along which one source axis runs, and the runs of consecutive indexes.
 
-    If it runs along two axes, as for interleaved rows, one result for each index of the shorter of these axes.
+    If it runs along two axes, as for interleaved rows, yields one result for each index of the shorter axis.
     """
     varying = [axis for axis in range(values.dim()) if _varies(values, axis)]
     if len(varying) > 1:

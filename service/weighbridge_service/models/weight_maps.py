@@ -2,10 +2,10 @@
 
 Megatron-core names the same weight in several ways: one tensor for all layers with the layer as its first axis
 (``decoder.layers.mlp.linear_fc2.weight``), one for each layer (``decoder.layers.3.mlp.linear_fc2.weight``); experts as an axis
-(``mlp.experts.experts.linear_fc1.weight``) or one by one (``mlp.experts.experts.7.linear_fc1.weight``); and with
-``singleton_local_shards`` the two halves of a SwiGLU projection apart (``...linear_fc1.weight_w`` and ``_v``), as are the sections of
-the fused projection of a state space model (``mixer.in_proj.weight.z``). A bridge has one tensor for each layer and expert; this module
-relates the other forms to these.
+(``mlp.experts.experts.linear_fc1.weight``) or one by one (``mlp.experts.experts.7.linear_fc1.weight``); with ``singleton_local_shards``,
+the two halves of a SwiGLU projection separately (``...linear_fc1.weight_w`` and ``_v``); and the sections of the fused projection of a
+state space model separately (``mixer.in_proj.weight.z``). A bridge contains one tensor for each layer and expert. This module relates the
+other forms to these tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weighbridge_service.plan.relations import WeightMap
 _LAYERS = re.compile(r"^(.*\b(?:layers|deepstack_merger_list)\.)(?!\d)(.+)$")
 _EXPERTS = re.compile(r"^(.*\.experts\.experts\.)(?!\d)(.+)$")
 _MOST_PADDING, _PADDING = 2, 1 << 20
-"""Most padding that is accepted: the vocabulary may double, and a small one grow to a million rows."""
+"""Maximum padding: the vocabulary may double, and a small vocabulary may grow to a million rows."""
 _HALVES = {"_w": 0, "_v": 1}
 _NAMED = 20
 
@@ -37,7 +37,7 @@ class _Part:
 
     Attributes:
         entry: the bridge's tensor.
-        leading: index on the leading axes of the declared tensor; empty if it has none.
+        leading: index on the leading axes of the declared tensor; empty if it does not have leading axes.
         suffix: suffix of the declared tensor's name after the name of the bridge's tensor.
         box: the part of the bridge's tensor, without padding.
     """
@@ -59,7 +59,7 @@ def derive_weight_map(
         declared: the union of the tensors that all ranks declare.
 
     Raises:
-        LayoutError: a declared tensor is unknown, or has another shape or dtype than in the model.
+        LayoutError: a declared tensor is unknown, or its shape or dtype differs from the model's.
     """
     links: list[Link] = []
     copies: list[Link] = []
@@ -105,7 +105,7 @@ def derive_weight_map(
 def registered_specs(
     bridge: Bridge, tensors: Mapping[str, TensorSpec], declared: Iterable[TensorSpec]
 ) -> Iterator[TensorSpec]:
-    """Declared tensors in the dtypes of the model. Tensors that it does not have, or whose parts differ in dtype, are left out.
+    """Declared tensors in the dtypes of the model. Tensors that the model does not contain, or whose parts differ in dtype, are omitted.
 
     Args:
         bridge: bridge of the model.
@@ -119,7 +119,9 @@ def registered_specs(
 
 
 def shifts_back(bridge: Bridge, declared: Mapping[str, TensorSpec]) -> Mapping[str, float]:
-    """Constants to add to elements of declared tensors on the way from Hugging Face, by name; none for tensors that the model lacks."""
+    """Constants to add to elements of declared tensors on the way from Hugging Face, by name. Tensors that the model does not contain are
+    omitted.
+    """
     first = {spec.name: next(_parts(bridge, spec), None) for spec in declared.values()}
     return {name: -part.entry.rule.shift for name, part in first.items() if part and part.entry.rule.shift}
 
@@ -180,7 +182,7 @@ def _parts(bridge: Bridge, spec: TensorSpec) -> Iterator[_Part]:
 
 
 def _part_named(entry: MegatronTensor, suffix: str) -> Box | None:
-    """Part of a tensor that has the tensor's name with this suffix; None if there is none."""
+    """Part of a tensor whose name is the tensor's name with this suffix; None if it does not exist."""
     if not suffix:
         return None if entry.rule.sections else Box.whole(entry.shape)
     if suffix in _HALVES and entry.rule.halves:
@@ -192,7 +194,9 @@ def _part_named(entry: MegatronTensor, suffix: str) -> Box | None:
 def _stacked(
     bridge: Bridge, name: str, shape: Shape
 ) -> Iterator[tuple[tuple[int, ...], MegatronTensor | None]]:
-    """Each index of the leading axes of stacked layers or experts, with its tensor; None if the model has none for an index."""
+    """Each index of the leading axes of stacked layers or experts, with its tensor; None if the model does not contain a tensor for the
+    index.
+    """
     by_layer, by_expert = _LAYERS.match(name), _EXPERTS.match(name)
     if not by_layer and not by_expert:
         yield (), bridge.find(name)
@@ -202,9 +206,9 @@ def _stacked(
         for layer in range(shape[0]):
             for rest, entry in _stacked(bridge, f"{by_layer[1]}{layer}.{by_layer[2]}", shape[1:]):
                 yield (layer, *rest), entry
-                if entry is None:  # no later layer exists either, and a declared shape may be huge
+                if entry is None:  # later layers do not exist either, and a declared shape may be huge
                     return
-        # all layers or none: a tensor with only some of the layers is unknown
+        # a tensor must contain all layers; otherwise it is unknown
         if bridge.find(_first(f"{by_layer[1]}{shape[0]}.{by_layer[2]}")) is not None:
             yield (), None
     elif by_expert:

@@ -3,7 +3,7 @@
 May import: `weighbridge_storage`, `weighbridge`.
 
 - `relations`: relations of tensor spaces, from boxes to boxes.
-- `planning`: copies from a source layout to a target layout, and the proof that every byte is copied.
+- `planning`: copies from a source layout to a target layout, and proof that every byte is copied.
 - `transfers`: execution of a plan, range by range of a stream.
 - `casting`: casts of outgoing streams; `quantised_scales`: tensors that are never cast.
 - `push_plan`: shards that each rank pushes, and the place of every byte.

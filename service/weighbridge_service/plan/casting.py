@@ -1,4 +1,4 @@
-"""Cast of an outgoing stream: floating-point tensors in another dtype than the version's, or with a constant added to their elements."""
+"""Cast of an outgoing stream: converts floating-point tensors to another dtype than the version's, or adds a constant to their elements."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from weighbridge._transport.pieces import Buffer
 from weighbridge.errors import InvalidArgument
 
 ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
-"""Endings of the names of routers' biases, in models without a weight map. These biases choose among experts whose scores are close, and
-trainers change them by steps that narrower dtypes round away."""
+"""Suffixes of the names of routers' biases, in models without a weight map. These biases choose among experts whose scores are close, and
+trainers change them by steps that narrower dtypes round away.
+"""
 
 
 def keeps_dtype(spec: TensorSpec, dtype: DType, keep_in_fp32: tuple[str, ...]) -> bool:
-    """Whether a cast leaves a tensor unchanged, because the cast would narrow it and its name has one of the suffixes ``keep_in_fp32``."""
+    """Whether a cast leaves a tensor unchanged because it would narrow the tensor and the tensor's name ends with a suffix of
+    ``keep_in_fp32``.
+    """
     return dtype.itemsize < spec.dtype.itemsize and spec.name.endswith(keep_in_fp32)
 
 
@@ -30,7 +33,8 @@ def cast_specs(
     keep_in_fp32: tuple[str, ...] = (),
     scales: frozenset[str] = frozenset(),
 ) -> list[TensorSpec]:
-    """Specs of tensors after a cast. Floating-point tensors get the dtype, others and those of `keeps_dtype` are unchanged.
+    """Specs of tensors after a cast. Floating-point tensors get the dtype. Other tensors, and tensors for which `keeps_dtype` is true, are
+    unchanged.
 
     Args:
         specs: specs before the cast.

@@ -1,4 +1,4 @@
-"""Declarations of one push: the layout of each rank, the replica that it pushes to, and the agreement that follows. Pure values."""
+"""Declarations of one push: the layout of each rank, the replica that it pushes to, and the resulting agreement. Pure values."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Agreement:
         homes: current holder of each replica's share, by the replicas' numbers in `Spread`; at first the replicas themselves.
         claim: name of this agreement in head.json. Replicas that derive the same agreement derive the same claim; another process at one of
             their addresses derives another claim. A handover of a share does not change it.
-        handovers: number of handovers of each share, by number; shares without a handover are left out.
+        handovers: number of handovers of each share, by number; shares without a handover are omitted.
         layouts: SHA-256 over the digests of all ranks' layouts (`layouts_digest`), equal for pushes with the same layouts.
     """
 
@@ -159,7 +159,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Declarations:
-    """Declarations of the ranks of one version, as far as one replica knows them.
+    """Declarations of the ranks of one version that one replica knows.
 
     Attributes:
         name: name of the version in messages.
@@ -194,13 +194,13 @@ class Declarations:
     def taken_over(
         opened: Version, home: Home, ranks: Sequence[tuple[str, str]], agreed: Agreement
     ) -> Declarations:
-        """The declarations of a version that another replica hands over to this one, completely or only its share.
+        """The declarations of a version that another replica hands over to this one, either the whole version or only its share.
 
         Args:
             opened: the version.
             home: this replica, which becomes the home of all ranks.
             ranks: client id and layout digest of each rank.
-            agreed: agreement of the push, with a plan that pushes nothing more.
+            agreed: agreement of the push, with a plan in which nothing remains to be pushed.
         """
         declared = {rank: Declaration(client, digest, home) for rank, (client, digest) in enumerate(ranks)}
         return replace(
@@ -211,7 +211,9 @@ class Declarations:
         )
 
     def counting_on(self, replicas: frozenset[Home]) -> Declarations:
-        """The declarations if only these other replicas can be pushed to. Drops `known` if it needs others; keeps an existing agreement."""
+        """The declarations if ranks can push only to these other replicas. Drops `known` if it requires further replicas; keeps an existing
+        agreement.
+        """
         known = self.known
         if self.agreed is not None or known is None or known.is_of(replicas | {self.home}):
             return self
@@ -228,7 +230,7 @@ class Declarations:
 
     @property
     def absent(self) -> list[int]:
-        """Ranks without a declaration, as far as this replica knows."""
+        """Ranks whose declaration this replica does not know."""
         return [rank for rank in range(self.ranks) if rank not in self.declared]
 
     @property
@@ -241,7 +243,7 @@ class Declarations:
         return KnownSet(self.declared, self.agreed.prepared)
 
     def check_rank(self, rank: int) -> None:
-        """Raise InvalidArgument if there is no such rank."""
+        """Raise InvalidArgument if the rank does not exist."""
         if rank >= self.ranks:
             raise InvalidArgument(
                 f"{self.name} has {counted(self.ranks, 'rank')}; rank {rank} does not exist"
@@ -289,7 +291,8 @@ class Declarations:
             planning: whether a plan is already being made from all declarations, so that the previous push is not repeated.
 
         Returns:
-            The declarations with this one, and the error if it makes the version fail. If it repeats the previous push, they have an agreement.
+            The declarations with this one, and the error if it makes the version fail. If the declaration repeats the previous push, they
+            contain an agreement.
         """
         if rank in self.declared or rank >= self.ranks:
             return self, None
@@ -332,7 +335,7 @@ class Declarations:
     def hear(
         self, elsewhere: Iterable[tuple[int, Declaration]]
     ) -> tuple[Declarations, WeighbridgeError | None]:
-        """Record declarations of ranks to other replicas.
+        """Record declarations that ranks made to other replicas.
 
         Returns:
             The declarations with these, and the error if they make the version fail.

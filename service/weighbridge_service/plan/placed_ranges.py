@@ -1,6 +1,6 @@
-"""Parts of the ranks' streams that are not in exactly one place of the files: padding, and tensors that the files have several times.
+"""Parts of the ranks' streams that are not in exactly one place of the files: padding, and tensors that the files contain several times.
 
-With these, a rank that counts elements in its stream, such as those that are NaN, gets the same count as the service gets in the files.
+With these, a rank that counts elements in its stream, such as NaN elements, gets the same count as the service gets from the files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PlacedRange(NamedTuple):
 
 
 def placed_ranges(plan: Plan, uneven: Collection[str]) -> Mapping[int, Sequence[PlacedRange]]:
-    """The parts of each rank's stream that are not in exactly one place, sorted; ranks without any are left out.
+    """The parts of each rank's stream that are not in exactly one place, sorted. Ranks without such parts are omitted.
 
     Args:
         plan: plan from the streams, in buffers named like the ranks, to the files.

@@ -1,6 +1,6 @@
-"""Plans: copies of the bytes of a source layout to a target layout, and the proof that none is missing.
+"""Plans: copies of the bytes of a source layout to a target layout, and proof that no byte is missing.
 
-Pure: no I/O, no torch, no clock. All errors of two layouts are found here, before the first byte is copied.
+Pure functions without I/O, torch or a clock. They find all errors in two layouts before the first byte is copied.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Plan:
         source: layout of the source.
         target: layout of the target.
         copies: the copies.
-        zeros: parts of target shards without a source, which are zero, as placement index and box.
+        zeros: parts of target shards without a source, as placement index and box. They are zero.
     """
 
     source: Layout
@@ -62,7 +62,7 @@ class _Finder:
 
     Args:
         layout: layout of the placements.
-        disjoint: whether no two placements share elements. Then a placement with exactly the box is the only one.
+        disjoint: whether no two placements share elements. If so, a placement with exactly the box is the only match.
     """
 
     def __init__(self, layout: Layout, *, disjoint: bool = False) -> None:
@@ -118,8 +118,8 @@ def make_plan(
         use_all: whether every part of the source must be used.
 
     Raises:
-        LayoutError: a part of the target has no source or two sources, or (with ``use_all``) a part of the source is unused or used twice;
-            names the tensors and boxes.
+        LayoutError: a part of the target has no source or two sources, or (with ``use_all``) a part of the source is unused or used twice.
+            The error names the tensors and boxes.
     """
     finders = _Finder(source, disjoint=True), _Finder(target)
     found = list(_copies(source, target, *finders, links))
@@ -162,7 +162,7 @@ def _copies(
                 if taken is None:
                     continue
                 read = taken if straight else common if taken == offered else link.to_source(taken)
-                # fast path: most copies of a large model are of whole shards
+                # fast path: most copies of a large model copy whole shards
                 yield Copy(
                     s,
                     _whole(read.extent) if read == source_box else read.relative_to(source_box.offset),
@@ -173,7 +173,7 @@ def _copies(
 
 
 _whole = functools.lru_cache(maxsize=4096)(Box.whole)
-"""Boxes that cover a shard, cached because shards of a model have few different extents."""
+"""Boxes that cover a whole shard. They are cached because shards of a model have few different extents."""
 
 
 def _parts(layout: Layout, boxes: Iterable[tuple[str, Box]]) -> Iterator[tuple[int, Box]]:
@@ -267,8 +267,8 @@ def share_out(
 
     Args:
         layouts: layout of each rank.
-        prefer: returns whether a rank is preferred for a box of a tensor. If some of the ranks that hold a box are preferred, one of them
-            pushes it.
+        prefer: returns whether a rank is preferred for a box of a tensor. If any ranks that hold a box are preferred, one of them pushes
+            it.
         by_box: whether all ranks that hold the same box hold replicas of it, regardless of which one is marked as main.
 
     Returns:

@@ -20,18 +20,19 @@ from weighbridge_service.plan.transfers import Transfer
 
 @dataclass(frozen=True)
 class PreparedPush:
-    """Plan of a push for a set of layouts; the same for every version that is pushed with them.
+    """Plan of a push for a set of layouts. Every version that is pushed with these layouts uses it.
 
     Attributes:
         assigned: for each rank, the indexes of the shards that it pushes.
         streams: for each rank, the layout of its stream.
         transfer: transfer from the streams, in buffers named like the ranks, to the files.
         fills: bytes of the streams that go to each file.
-        grantable: for each rank, the parts of its stream that its own process may write to the image of its replica: those that belong only to
-            files of that replica. The rest is streamed.
+        grantable: for each rank, the parts of its stream that its own process may write to the image of its replica: the parts that belong
+            only to files of that replica. The rank streams the rest.
         spread: placement of files on replicas, if the ranks push to several replicas of the service; else None.
         shared: for each rank, its shards whose boxes other ranks also hold, by index, if the tensor space does not mark replicas.
-        placed: for each rank, the parts of its stream that are not in exactly one place of the files, sorted; ranks without any are left out.
+        placed: for each rank, the parts of its stream that are not in exactly one place of the files, sorted. Ranks without such parts are
+            omitted.
         shifts: constants that ranks add to each element of some tensors, by name, before they push them.
     """
 
@@ -75,7 +76,7 @@ def prepare_push(
             DTensor does not know meshes other than its own.
 
     Raises:
-        LayoutError: tensors or boxes are wrong, missing or duplicated; names them.
+        LayoutError: tensors or boxes are wrong, missing or duplicated. The error names them.
     """
     by_rank = dict(enumerate(layouts))
 
@@ -107,7 +108,7 @@ def prepare_push(
     streams, plan, relation = plan_for(assigned)
     spread = None
     if len(set(homes)) > 1:
-        # the file of a box is only known from a plan; then a rank on the replica that owns the file should push the box
+        # only a plan shows the file of a box; then a rank on the replica that owns the file should push the box
         fillable = FillableBytes(layouts, homes, plan)
         assigned = share_out(by_rank, fillable.prefer, by_box=by_box)
         streams, plan, relation = plan_for(assigned)
@@ -144,7 +145,7 @@ def _shared(layouts: Mapping[int, Layout]) -> dict[int, dict[int, Shard]]:
 
 
 def nothing_to_push(files: FilesLayout, ranks: int, spread: Spread | None = None) -> PreparedPush:
-    """The plan of a push whose bytes are all in their files, so that no rank pushes anything more.
+    """The plan of a push whose bytes are all in their files already, so that ranks do not push anything more.
 
     Args:
         files: layout of the files.

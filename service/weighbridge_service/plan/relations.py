@@ -1,4 +1,4 @@
-"""Relation of two tensor spaces, as data: links from boxes of one to boxes of the other."""
+"""Relation of two tensor spaces as data: links from boxes of one space to boxes of the other."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class WeightMap:
         megatron: tensors of the trainer.
         hugging_face: tensors of the model.
         links: links from Megatron-core to Hugging Face.
-        copies: links to further tensors of Hugging Face with the same elements, which are written on a push, and not read on a restore.
-        padding: parts of the trainer's tensors without a counterpart (padded vocabulary), as name and box. Dropped on the way to Hugging Face,
-            zero on the way back.
+        copies: links to further Hugging Face tensors with the same elements. They are written on a push and not read on a restore.
+        padding: parts of the trainer's tensors without a counterpart (padded vocabulary), as name and box. They are dropped on the way to
+            Hugging Face, and are zero on the way back.
         seen: shapes of the model's tensors whose last axis is split into two in links, because elements of different origin alternate along
             it. With the split, two boxes suffice instead of one for each row.
         shifts: constants that are added to each element of some of the trainer's tensors, by name, on the way to Hugging Face, including

@@ -1,8 +1,8 @@
 """Placement of a push that several replicas of the service receive: the owner of each file, and the routes of all bytes.
 
-Each trainer rank declares to the replica on its own node. A file has one owner: the replica that can fill most of it from its own ranks. Ranks of
-other replicas push their parts of the file to its owner, and nothing else leaves their node. Everything here is pure: replicas with the same
-declarations compute the same placement without communication.
+Each trainer rank declares to the replica on its own node. A file has one owner: the replica that can fill most of it from its own ranks.
+Ranks of other replicas push their parts of the file to its owner; no other data leaves their node. All functions are pure: replicas with
+the same declarations compute the same placement without communication.
 
 Replicas are numbered in the order of the lowest rank that pushes to them.
 """
@@ -21,7 +21,7 @@ from weighbridge_service.plan.planning import Plan
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Placement of a push on replicas.
+    """Placement of one push on several replicas.
 
     Attributes:
         homes: for each rank, the number of its own replica.
@@ -93,7 +93,7 @@ class FillableBytes:
 
 
 def _owners(could: Mapping[str, Mapping[int, int]], replicas: Sequence[int]) -> dict[str, int]:
-    """For each file the replica that can fill most of it; among equals, the one with the fewest bytes to write so far."""
+    """For each file, the replica that can fill most of it. If several can, the one with the fewest bytes to write so far."""
     load = dict.fromkeys(replicas, 0)
     owners = {}
     for file, by_replica in sorted(could.items(), key=lambda item: (-sum(item[1].values()), item[0])):

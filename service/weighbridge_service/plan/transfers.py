@@ -43,7 +43,7 @@ class _Range(NamedTuple):
 
 
 class StreamShards(NamedTuple):
-    """Shards of one stream, in the order of their bytes; empty shards are left out.
+    """Shards of one stream, in the order of their bytes; empty shards are omitted.
 
     Attributes:
         starts, ends: first byte in the stream, and one past the last, of each shard; ``[shards]``.
@@ -148,7 +148,7 @@ class Transfer:
             buffer: name of the stream, if there are several.
 
         Returns:
-            The bytes, as a view if they are contiguous in a file; None if some of them have no place in these files.
+            The bytes, as a view if they are contiguous in a file; None if these files do not contain all of them.
         """
         pieces = self._range(buffer, start, stop).pieces
         if any(piece.file not in files for piece in pieces):
@@ -199,7 +199,7 @@ class Transfer:
         found = self._filled.get((buffer, start, stop))
         if found is None:
             known = self._ranges.get((buffer, start, stop))
-            # compiled copies are not cached here: those of a whole stream are many, and not needed again
+            # compiled copies are not cached here: a whole stream has many, and they are not needed again
             found = _fills(self._compile(buffer, start, stop)) if known is None else known.filled
             if len(self._filled) < _KEPT_RANGES:
                 self._filled[buffer, start, stop] = found
@@ -222,7 +222,7 @@ class Transfer:
             placement = self._stream.placements[index]
             if placement.offset >= stop:
                 break
-            # the bytes of an element are an additional axis, so that a range may begin and end inside of an element
+            # the bytes of an element are an additional axis, so that a range may begin and end inside an element
             itemsize = self._stream.tensors[placement.shard.tensor].dtype.itemsize
             extent = (*placement.shard.box.extent, itemsize)
             begin = max(start - placement.offset, 0)
