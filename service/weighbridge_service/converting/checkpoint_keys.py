@@ -1,8 +1,8 @@
 """Keys, chunks and objects of a checkpoint for Megatron-core to load.
 
-Keys are those of `sharded_state_dict()` of megatron-core 0.16. If all layers are alike (`homogeneous` in transformer_block.py), they are one
-tensor with the layer as its first axis; otherwise each layer has its own key. A layer's experts are always an axis of one tensor. Layers for
-multi-token prediction have their own keys in both forms. Every module that Transformer Engine could quantise also has an object
+Keys are those of `sharded_state_dict()` of megatron-core 0.16. If all layers are identical (`homogeneous` in transformer_block.py), they
+form one tensor with the layer as its first axis; otherwise each layer has its own key. A layer's experts are always an axis of one tensor.
+Layers for multi-token prediction have their own keys in both forms. Every module that Transformer Engine could quantise also has an object
 ``<module>._extra_state``, without which loading fails.
 """
 
@@ -54,7 +54,9 @@ class CheckpointTensors:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A tensor of one layer and expert, or a section of it, with its place: a key that ends with the section, and an index of the leading axes."""
+    """A tensor of one layer and expert, or a section of it, with its place. The place is a key that ends with the section, and an index of
+    the leading axes.
+    """
 
     entry: MegatronTensor
     dtype: DType
@@ -77,13 +79,13 @@ def checkpoint_tensors(
     Args:
         bridge: bridge of the model.
         tensors: the model's tensors in Hugging Face's space, which determine the dtypes.
-        keys: ``stacked`` gives all layers one key, ``per-layer`` each its own; ``auto`` does as trainers of the family do, and stacks only
-            layers that are all alike.
-        spec: naming of norms: Transformer Engine's, or that of Megatron's own layers.
+        keys: ``stacked`` gives all layers one key, ``per-layer`` gives each layer its own key. ``auto`` follows the trainers of the family,
+            and stacks layers only if all of them are identical.
+        spec: naming of norms: Transformer Engine's, or Megatron's own.
         vocab_multiple: the rows of the embedding and of the output layer are padded to a multiple of this.
 
     Raises:
-        InvalidArgument: ``keys`` is ``stacked``, but the layers are not alike; or parts of one key differ in dtype or shape.
+        InvalidArgument: ``keys`` is ``stacked``, but the layers differ; or parts of one key differ in dtype or shape.
     """
     placed = []
     for name, entry in _named(bridge, spec):
@@ -138,7 +140,7 @@ def _named(bridge: Bridge, spec: LayerSpec) -> Iterator[tuple[str, MegatronTenso
 
 
 def _stacked(placed: Sequence[_Placed], *, must: bool) -> list[_Placed]:
-    """The same tensors, with one key for all layers of each stack whose layers are alike."""
+    """The same tensors, with one key for all layers of each stack whose layers are identical."""
     stacks: dict[str, dict[int, dict[tuple[str, tuple[int, ...]], object]]] = {}
     for one in placed:
         found = _LAYER.match(one.key)
@@ -166,7 +168,7 @@ def _stacked(placed: Sequence[_Placed], *, must: bool) -> list[_Placed]:
 
 
 def _chunks(entry: MegatronTensor, spec: TensorSpec) -> Iterator[Box]:
-    """Chunks of a tensor. Its halves have separate chunks, because tensor parallelism splits each half on its own."""
+    """Chunks of a tensor. Its halves are separate chunks, because tensor parallelism splits each half separately."""
     if not (entry.rule.halves and spec.nbytes and spec.shape[0] % 2 == 0):
         yield from (shard.box for shard in chunks_of(spec))
         return
@@ -180,7 +182,7 @@ def _chunks(entry: MegatronTensor, spec: TensorSpec) -> Iterator[Box]:
 def _objects(
     placed: Sequence[_Placed], counts: Mapping[str, tuple[int, ...]], spec: LayerSpec
 ) -> Iterator[str]:
-    """Names of the extra states of a model: those of linear layers, and with Transformer Engine also those of norms and attention."""
+    """Names of the extra states of a model: those of linear layers and, with Transformer Engine, also those of norms and attention."""
     for one in placed:
         offset, size = one.leading or (0,), counts[one.key] or (1,)
         where = f"_extra_state/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, size))}"

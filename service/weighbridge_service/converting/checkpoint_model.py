@@ -19,11 +19,13 @@ from weighbridge_service.models.weight_maps import derive_weight_map
 from weighbridge_service.plan.relations import WeightMap
 
 SIDE_FOLDER = "hf"
-"""Folder in a checkpoint with the model's config, tokenizer and so on."""
+"""Folder in a checkpoint that contains the model's config, tokenizer and similar files."""
 _SIDE_FOLDER_OF_VERL = "huggingface"
 _FIRST_KEYS = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight")
 _PREFIXES = ("", "module.", "model.", "module.module.")
-"""Prefixes that all keys of a checkpoint may have: Megatron-LM, verl and slime write none, NeMo the names of its wrappers."""
+"""Prefixes that all keys of a checkpoint may have. Megatron-LM, verl and slime do not write a prefix; NeMo writes the names of its
+wrappers.
+"""
 _NOT_WEIGHTS = re.compile(
     r"^(?:chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine)\b"
 )
@@ -34,8 +36,8 @@ def model_part(checkpoint: TorchDistCheckpoint) -> tuple[Layout, dict[str, int]]
     """Weights of a checkpoint under Megatron-core's keys, and the number of its other entries by kind.
 
     Raises:
-        NotFound: the checkpoint has no weights of a model.
-        LayoutError: keys are there both with and without a prefix.
+        NotFound: the checkpoint does not contain weights of a model.
+        LayoutError: the checkpoint contains keys both with and without a prefix.
     """
     tensors = checkpoint.layout.tensors
     left_out: Counter[str] = Counter()
@@ -62,21 +64,21 @@ def model_part(checkpoint: TorchDistCheckpoint) -> tuple[Layout, dict[str, int]]
 
 
 def is_megatron(checkpoint: TorchDistCheckpoint) -> bool:
-    """Whether a checkpoint has weights under Megatron-core's keys."""
+    """Whether a checkpoint contains weights under Megatron-core's keys."""
     return any(prefix + key in checkpoint.layout.tensors for prefix in _PREFIXES for key in _FIRST_KEYS)
 
 
 def side_files_of(source: Path, config: Path | None) -> SideFiles:
     """Read the files of a checkpoint's model other than its weights.
 
-    If they are in the checkpoint's own folder, other files there are not reported as left out, since they belong to the checkpoint.
+    If they are in the checkpoint's own folder, other files there are not reported as omitted, because they belong to the checkpoint.
 
     Args:
         source: folder of the checkpoint.
         config: folder with the files; None to search the checkpoint itself.
 
     Raises:
-        NotFound: there is no ``config.json``.
+        NotFound: ``config.json`` does not exist.
     """
     if config is not None:
         return SideFiles.read(config)
@@ -92,15 +94,16 @@ def side_files_of(source: Path, config: Path | None) -> SideFiles:
 
 
 def checkpoint_model(config_json: bytes, there: Layout) -> tuple[dict[str, TensorSpec], WeightMap]:
-    """Tensors of the model in the checkpoint's dtypes, without optional parts that the checkpoint lacks, and their relation to the checkpoint.
+    """Tensors of the model in the checkpoint's dtypes, without optional parts that the checkpoint does not contain, and their relation to
+    the checkpoint.
 
     Args:
         config_json: config of the model.
         there: weights of the checkpoint.
 
     Raises:
-        InvalidArgument: there is no weight map for the config.
-        LayoutError: tensors are unknown, or have other shapes than the model's; names them all.
+        InvalidArgument: no weight map exists for the config.
+        LayoutError: tensors are unknown, or their shapes differ from the model's. The error names them all.
     """
     absent: tuple[str, ...] = ()
     while True:

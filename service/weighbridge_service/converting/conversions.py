@@ -1,6 +1,6 @@
-"""Plan of a conversion: copies of bytes from source files to target files, and entries that are left out.
+"""Plan of a conversion: copies of bytes from source files to target files, and omitted entries.
 
-Planning writes nothing and reads no weights. All errors of a folder are found before the first byte is copied.
+Planning does not write anything and does not read weights. It finds all errors of a folder before the first byte is copied.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ConvertOptions:
     """Options of a conversion.
 
     Attributes:
-        config: Hugging Face folder with the config, tokenizer and so on of a checkpoint; None if the checkpoint has them itself.
+        config: Hugging Face folder with the config, tokenizer and similar files of a checkpoint; None if the checkpoint contains them.
         keys: form of the keys of a checkpoint that is written.
         spec: naming of its norms.
         vocab_multiple: its vocabulary is padded to a multiple of this.
@@ -94,7 +94,7 @@ class ConvertOptions:
             raise InvalidArgument("the largest file has at least one byte")
 
     def check_for(self, source: Kind) -> None:
-        """Reject options without effect for a kind of source.
+        """Reject options that have no effect for a kind of source.
 
         Raises:
             InvalidArgument: an option is for conversions in the other direction.
@@ -162,7 +162,7 @@ def kind_of_folder(folder: Path) -> Kind:
     """The kind of the checkpoint in a folder.
 
     Raises:
-        NotFound: the folder does not exist, or has no checkpoint.
+        NotFound: the folder does not exist, or does not contain a checkpoint.
     """
     if (folder / METADATA_FILE).exists():
         return "torch_dist"
@@ -186,7 +186,7 @@ def state_of(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
     """Size in bytes, and time of the last change in nanoseconds, of files in a folder.
 
     Raises:
-        NotFound: one is missing.
+        NotFound: a file is missing.
     """
     found = {}
     for name in names:
@@ -203,10 +203,10 @@ def plan_conversion(source: Path, options: ConvertOptions) -> Conversion:
     """Inspect a folder and plan its conversion: a Hugging Face folder to torch_dist, or any checkpoint to a Hugging Face folder.
 
     Raises:
-        NotFound: there is no checkpoint, or no ``config.json`` for it.
+        NotFound: the folder does not contain a checkpoint, or the checkpoint does not have a ``config.json``.
         DataLoss: a file of the checkpoint is damaged or truncated.
         InvalidArgument: the tensors are not those that ``config.json`` describes, or cannot be converted without loss.
-        LayoutError: a tensor is missing, unknown, duplicated or of the wrong dtype; names these tensors.
+        LayoutError: a tensor is missing, unknown, duplicated or of the wrong dtype. The error names these tensors.
     """
     options.check()
     kind = kind_of_folder(source)
@@ -231,7 +231,7 @@ def _from_hugging_face(source: Path, options: ConvertOptions) -> Conversion:
     wanted = checkpoint_tensors(
         bridge, tensors, keys=options.keys, spec=options.spec, vocab_multiple=options.vocab_multiple
     )
-    # every version of Transformer Engine takes None for "not quantised"; Megatron's own layers take anything
+    # every version of Transformer Engine accepts None for "not quantised"; Megatron's own layers accept any value
     content = saved([None])
     laid_out = lay_out_torch_dist(
         wanted.shards,
@@ -289,7 +289,7 @@ def _tied_twins(there: Layout, tied: Mapping[str, str]) -> Iterable[Twin]:
 
 
 def _twins(there: Layout, relation: WeightMap) -> Iterable[Twin]:
-    """Copies in the Hugging Face folder, which are not converted but must equal their originals."""
+    """Copies in the Hugging Face folder. They are not converted, but must equal their originals."""
     links: dict[tuple[str, object], list[Link]] = {}
     for link in relation.links:
         links.setdefault((link.source, link.source_box), []).append(link)

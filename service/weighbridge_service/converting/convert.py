@@ -1,6 +1,6 @@
 """Conversion of a folder from beginning to end: plan, convert, and rename the result.
 
-A second identical call resumes an interrupted one, and produces the same bytes.
+An identical call resumes an interrupted conversion and produces the same bytes.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def convert_folder(
 ) -> ConvertReport:
     """Convert a Hugging Face folder to a torch_dist checkpoint, or any checkpoint to a Hugging Face folder.
 
-    Memory is needed for the plan and for one buffer per worker, independent of the size of the model. The target appears when it is complete;
-    until then its files are in ``<target>.converting``, from which an identical call resumes after an interruption.
+    The conversion needs memory for the plan and for one buffer per worker, independent of the size of the model. The target appears when it
+    is complete; until then its files are in ``<target>.converting``, from which an identical call resumes after an interruption.
 
     Args:
         source: the source folder; its kind is detected.
@@ -89,21 +89,21 @@ def convert_folder(
         options: options of the conversion.
         workers: number of worker processes; by default one per CPU, at most four.
         memory_budget: maximum memory of all processes together, in bytes, without the page cache.
-        restart: discard what an interrupted, different conversion to the target has left.
+        restart: whether to discard the files of an interrupted, different conversion to the target.
         unit_bytes: approximate number of bytes between two entries of the journal. A resuming run must use the same number.
         lock_seconds: seconds to wait for another process that converts to the same target.
         on_progress: called with the number of converted bytes of tensors, and their total.
         on_resume: called once with the same numbers if an earlier run is resumed.
 
     Raises:
-        NotFound: there is no checkpoint in the source, or no ``config.json`` for it.
+        NotFound: the source does not contain a checkpoint, or the checkpoint does not have a ``config.json``.
         InvalidArgument: an option is invalid, or the tensors are not those that ``config.json`` describes.
-        LayoutError: a tensor is missing, unknown, duplicated or of the wrong dtype; names these tensors.
+        LayoutError: a tensor is missing, unknown, duplicated or of the wrong dtype. The error names these tensors.
         DataLoss: a file of the source is damaged, or has changed while it was read.
         AlreadyExists: the target exists, or another process is converting to it.
         FailedPrecondition: a different conversion to the target was interrupted.
         ResourceExhausted: the memory budget is too small, or the disk is full.
-        Unavailable: a worker died; an identical call resumes.
+        Unavailable: a worker died. An identical call resumes the conversion.
     """
     started = time.monotonic()
     target = target.resolve()
@@ -166,7 +166,7 @@ def _work(
     on_progress: Callable[[int, int], None],
     on_resume: Callable[[int, int], None],
 ) -> int:
-    """Convert the units that are left. Returns the number of bytes that earlier runs had converted."""
+    """Convert the remaining units. Returns the number of bytes that earlier runs had converted."""
     check_twins(conversion.source, conversion.twins)
     done = folder.begin(conversion, units.identity(), restart=restart)
     todo = [covered for covered in units.ranges if covered.number not in done]

@@ -1,8 +1,9 @@
-"""Model in a torch checkpoint whose parameters have Hugging Face's names, such as one of FSDP, in DCP format or with a file for each rank.
+"""Model in a torch checkpoint whose parameters have Hugging Face's names, such as an FSDP checkpoint in DCP format or with a file for each
+rank.
 
-A checkpoint may have more than the model. The model's tensors are found by their names: those of its files, or of other forms in memory, such as
-all experts in one tensor. If the model has no weight map, all tensors under ``model``, ``state_dict`` or ``module`` are taken, or else all
-tensors.
+A checkpoint may contain more than the model. The model's tensors are found by name: by their names in its files, or by the names of other
+forms in memory, such as all experts in one tensor. If the model has no weight map, all tensors under ``model``, ``state_dict`` or
+``module`` are used, or else all tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _STATES = re.compile(
     r"^(optim\w*|\w*scheduler|train_state|dataloader|loader|rng\w*|rank_state|scaler|ema)(?=\.|/|$)"
 )
 _TOPS = ("model", "state_dict", "module")
-"""Keys under which trainers save a module beside other state: torch's examples, Lightning, DeepSpeed."""
+"""Keys under which trainers save a module next to other state: torch's examples, Lightning, DeepSpeed."""
 _MOST_PREFIX = 3
 """Maximum number of components, each followed by a dot, in a prefix of all of the model's names."""
 _OTHER_NAMES = (
@@ -48,7 +49,7 @@ _OTHER_NAMES = (
 
 
 class Twin(NamedTuple):
-    """A tensor of a source, or a chunk of it, that is left out because it must equal another one."""
+    """A tensor of a source, or a chunk of a tensor, that is omitted because it must equal another."""
 
     name: str
     copy: Placement
@@ -79,7 +80,7 @@ class NamedModel:
         tensors: tensors of the model's files, in the dtypes of the checkpoint.
         layout: weights of the checkpoint, by their names in the checkpoint.
         forms: form of each of these weights in the model, by the same names.
-        tied: copies of other weights, chunk by chunk, which are left out.
+        tied: copies of other weights, chunk by chunk. They are omitted.
         left_out: number of entries that are not weights, by kind.
     """
 
@@ -104,7 +105,7 @@ class NamedModel:
         """The chunks as shards of the model, each with the place of its bytes.
 
         Raises:
-            LayoutError: the bytes of a shard are not contiguous, or in another order; names the tensors.
+            LayoutError: the bytes of a shard are not contiguous, or are in another order. The error names the tensors.
         """
         apart = []
         for place in self.layout.placements:
@@ -153,8 +154,8 @@ def named_model(config_json: bytes, checkpoint: TorchDistCheckpoint) -> NamedMod
 
     Raises:
         InvalidArgument: the config cannot be parsed.
-        NotFound: the checkpoint has no tensor of the model.
-        LayoutError: tensors are missing or unknown, have another shape, or are LoRA adapters that are not merged; names each.
+        NotFound: the checkpoint does not contain any tensor of the model.
+        LayoutError: tensors are missing or unknown, have another shape, or are LoRA adapters that are not merged. The error names each.
     """
     there = checkpoint.layout.tensors
     config = parse_config(config_json)
@@ -198,7 +199,7 @@ def named_model(config_json: bytes, checkpoint: TorchDistCheckpoint) -> NamedMod
 
 
 def _prefix_by_names(there: Mapping[str, TensorSpec], known: TensorForms) -> str:
-    """Prefix of the model's names in the checkpoint: the one with which most names are known. Raises NotFound if none is."""
+    """Prefix of the model's names in the checkpoint: the prefix with which most names are known. Raises NotFound if no name is known."""
     counts: Counter[str] = Counter()
     for name in there:
         parts = name.split(".")
@@ -215,7 +216,7 @@ def _prefix_by_names(there: Mapping[str, TensorSpec], known: TensorForms) -> str
 
 
 def _prefix_by_paths(checkpoint: TorchDistCheckpoint) -> str:
-    """Prefix of the model's names if these are not known: a key of `_TOPS` in a nested state dict, or else none."""
+    """Prefix of the model's names if the names are unknown: a key of `_TOPS` in a nested state dict, or else empty."""
     tops = {path[:-1] for name, path in checkpoint.paths.items() if name in checkpoint.layout.tensors}
     inner = [path for path in tops if path and path[-1] in _TOPS]
     found = min(inner, key=lambda path: (_TOPS.index(str(path[-1])), len(path), path), default=())
@@ -238,7 +239,7 @@ def _unwrapped(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_state(name: str, checkpoint: TorchDistCheckpoint) -> bool:
-    """Whether a tensor is not a weight, in a checkpoint whose names have no prefix."""
+    """Whether a tensor is not a weight. For checkpoints whose names have no prefix."""
     return len(checkpoint.paths.get(name, ())) > 1 or _STATES.match(name) is not None
 
 
@@ -254,7 +255,7 @@ def _checked(
     parts: Mapping[str, Sequence[str]],
     prefix: str,
 ) -> dict[str, TensorSpec]:
-    """Tensors of the model in the checkpoint's dtypes, without optional parts that the checkpoint lacks. Raises LayoutError."""
+    """Tensors of the model in the checkpoint's dtypes, without optional parts that the checkpoint does not contain. Raises LayoutError."""
     problems = told(list(unknown_names([name for full, name in weights.items() if full not in forms], known)))
     dtypes: dict[str, DType] = {}
     holders: dict[str, str] = {}
@@ -279,7 +280,7 @@ def _checked(
 
 
 def _compared(layout: Layout, copies: Mapping[str, str]) -> Iterator[Twin]:
-    """Twins to compare, chunk by chunk; chunks that share one place are equal anyway. Raises LayoutError."""
+    """Twins to compare, chunk by chunk. Chunks that share one place are equal and are skipped. Raises LayoutError."""
     placed = {place.shard: place for place in layout.placements if place.shard.tensor in copies.values()}
     for place in layout.placements:
         original = copies.get(place.shard.tensor)

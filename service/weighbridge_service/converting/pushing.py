@@ -1,4 +1,4 @@
-"""Push of a checkpoint, as if by a trainer with a single rank."""
+"""Push of a checkpoint. The service treats it like a push by a trainer with a single rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from weighbridge_service.plan.casting import ROUTER_BIASES, cast_specs
 
 @dataclass(frozen=True)
 class CheckpointToPush:
-    """A checkpoint with everything that registering its model needs.
+    """A checkpoint with all information that is needed to register its model.
 
     Attributes:
         folder: folder of the checkpoint.
@@ -47,11 +47,11 @@ class CheckpointToPush:
         shards: weights of the checkpoint, in the tensor space `space`, each with the place of its bytes.
         declared: specs of the tensors that the shards are parts of.
         space: tensor space of the shards.
-        tied: copies of other weights, chunk by chunk, which must equal their originals.
-        left_out: number of entries that are not weights, and of files that are not the model's, by kind.
-        step: step from the checkpoint or the name of its folder; None if neither has one.
-        targets: for each declared tensor, one of the model's tensors that is made from it.
-        keep_in_fp32: suffixes of names of tensors that a cast leaves as they are.
+        tied: copies of other weights, chunk by chunk. They must equal their originals.
+        left_out: number of entries that are not weights, and of files that do not belong to the model, by kind.
+        step: step from the checkpoint or from the name of its folder; None if neither contains a step.
+        targets: for each declared tensor, one of the model's tensors that are made from it.
+        keep_in_fp32: suffixes of the names of tensors that a cast does not change.
     """
 
     folder: Path
@@ -68,17 +68,17 @@ class CheckpointToPush:
 
     @staticmethod
     def read(folder: Path, config: Path | None) -> CheckpointToPush:
-        """Inspect a checkpoint. Reads no weights and executes no code from it.
+        """Inspect a checkpoint. Does not read weights and does not execute code from the checkpoint.
 
         Args:
             folder: folder of the checkpoint.
-            config: Hugging Face folder with the model's config, tokenizer and so on; None to search the checkpoint.
+            config: Hugging Face folder with the model's config, tokenizer and similar files; None to search the checkpoint.
 
         Raises:
-            NotFound: there is no checkpoint, or no ``config.json``.
+            NotFound: the checkpoint or ``config.json`` does not exist.
             DataLoss: the checkpoint is damaged.
             InvalidArgument: the trainer's arguments in the checkpoint contradict the config.
-            LayoutError: a tensor is unknown, or has another shape than the model's.
+            LayoutError: a tensor is unknown, or its shape differs from the model's.
         """
         checkpoint, named = read_checkpoint(folder)
         sides = side_files_of(folder, config)
@@ -129,14 +129,14 @@ class CheckpointToPush:
             model: ``namespace/name``.
             step: step to record with the version.
             run: run to record with the version.
-            dtype: dtype to cast floating-point weights to while they are read; None keeps them as they are.
+            dtype: dtype to cast floating-point weights to while they are read; None does not cast them.
             weight_map: as for `TrainerClient.register_model`.
             options: as for `TrainerClient.push`.
 
         Raises:
             InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast; or the checkpoint has Megatron-core's names and
                 ``weight_map`` is False.
-            LayoutError: a tensor is missing or duplicated; names it.
+            LayoutError: a tensor is missing or duplicated. The error names it.
             FailedPrecondition: the model is already registered with other tensors.
             DataLoss: a tensor differs from the one that it is tied to.
         """
@@ -168,7 +168,7 @@ class CheckpointToPush:
         )  # fmt: skip
 
     def _casting(self, stream: Layout, files: Mapping[str, OpenFile]) -> tuple[OpenSource, tuple[str, ...]]:
-        """The shards as a stream in the dtypes of the cast, and the dtypes that they are cast from, by safetensors' names."""
+        """The shards as a stream in the dtypes of the cast, and their original dtypes under safetensors' names."""
         own = {spec.name: spec.dtype for spec in self.declared}
         specs, placements = {}, []
         for index, (shard, place) in enumerate(self.shards):  # each as a tensor of its own
@@ -181,5 +181,5 @@ class CheckpointToPush:
 
 
 def _in_dtype_of(tensors: Iterable[TensorSpec], side_files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Files of a model, with the dtype of most of its weights in the config."""
+    """Files of a model. The config in them gets the dtype of most of the weights."""
     return {**side_files, CONFIG: in_dtype_of(tensors, side_files[CONFIG])}

@@ -1,7 +1,8 @@
-"""Comparison of a config with the trainer's arguments in a checkpoint, for differences between models that tensor shapes do not show. Pure.
+"""Comparison of a config with the trainer's arguments in a checkpoint, for differences between models that tensor shapes do not show. All
+functions are pure.
 
-A model with 4 heads and one with 8 heads of half the size have tensors of the same shapes, but with rows in another order. Values such as the
-rotary base are in no tensor.
+A model with 4 heads and a model with 8 heads of half the size have tensors of the same shapes, but with rows in a different order. Values
+such as the rotary base do not appear in any tensor.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _ROUTED = (("moe_router_topk", ("num_experts_per_tok", "moe_k")),)
 
 
 def check_trained(config_json: bytes, arguments: Mapping[str, Any]) -> None:
-    """Check that a config is of the model that was trained.
+    """Check that a config belongs to the model that was trained.
 
     Args:
         config_json: the config.
-        arguments: arguments of the trainer, by Megatron-LM's names; missing ones are not compared.
+        arguments: arguments of the trainer, by Megatron-LM's names; missing arguments are not compared.
 
     Raises:
-        InvalidArgument: the config contradicts the arguments; names each field.
+        InvalidArgument: the config contradicts the arguments. The error names each field.
     """
     config = parse_config(config_json)
     problems = contradictions(config, arguments)
@@ -97,5 +98,5 @@ def _number(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except OverflowError:  # JSON has integers of any length
+    except OverflowError:  # integers in JSON may have any length
         return math.inf

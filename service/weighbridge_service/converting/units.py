@@ -1,4 +1,4 @@
-"""Units of work of a conversion. They can be done in any order, by any process, and repeatedly."""
+"""Units of work of a conversion. Any process can execute them, in any order and repeatedly."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Range:
 class Units:
     """All units of a conversion. The content of a unit is computed on demand.
 
-    The ranges depend only on the conversion and `unit_bytes`, so that a resuming run has the same units as the interrupted one.
+    The ranges depend only on the conversion and `unit_bytes`, so that a resuming run has the same units as the interrupted run.
 
     Args:
         conversion: the conversion.
         gather_bytes: maximum number of bytes that are gathered in memory at once.
-        unit_bytes: approximate bytes of a unit. Another size gives other units.
+        unit_bytes: approximate bytes of a unit. Another value results in other units.
 
     Attributes:
         gather_bytes: as given.
@@ -107,8 +107,8 @@ class Units:
         return Unit(covered.number, covered.file, tuple(gathers))
 
     def _gathers(self, placement: Placement, start: int, stop: int) -> Iterator[Gather]:
-        """A range of a placement as runs that fit into memory. If a constant is added to the tensor's elements, the runs have whole elements:
-        those that begin in the range.
+        """A range of a placement as runs that fit into memory. If a constant is added to the tensor's elements, the runs contain whole
+        elements: those that begin in the range.
         """
         shift = self._conversion.shifts.get(placement.shard.tensor)
         dtype = None if shift is None else self._conversion.plan.target.tensors[placement.shard.tensor].dtype

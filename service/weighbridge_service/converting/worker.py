@@ -1,13 +1,13 @@
 """Worker process of a conversion: copies ranges of bytes from file to file, as its parent requests.
 
-It knows nothing of tensors, except for elements to which a constant is added.
+It does not know about tensors, except for elements to which a constant is added.
 
 Whole blocks bypass the page cache if the file system allows it: the data is not read again on this machine, and allocating the pages costs more
 than the write. Partial blocks, which share a block with other bytes, are written through the page cache.
 
-Messages on stdin are pickles, each after its length in eight bytes: first a `Job`, then one `Unit` at a time. The worker replies on stdout with
-lines of JSON: ``{"copied": bytes}`` for progress, ``{"done": number}`` when a unit is on the disk, ``{"error": ...}`` when it cannot continue.
-It exits at the end of stdin.
+Messages on stdin are pickles, each after its length in eight bytes: first a `Job`, then one `Unit` at a time. The worker replies on stdout
+with lines of JSON: ``{"copied": bytes}`` for progress, ``{"done": number}`` when a unit is on disk, ``{"error": ...}`` when it cannot
+continue. It exits at the end of stdin.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Gather:
         to: offset of the range in the target file.
         length: number of bytes; bytes that no part covers are zero.
         parts: copies from source files. Their stream offsets count from the first byte of the range.
-        shift: constant that is added to each element of the range; 0 for none.
-        dtype: dtype of the elements if a constant is added, else None.
+        shift: constant that is added to each element of the range; 0 if none is added.
+        dtype: dtype of the elements if a constant is added; otherwise None.
     """
 
     to: int
@@ -123,7 +123,7 @@ class _Files:
         _write(through, data[end:], to + end)
 
     def sync(self, name: str) -> None:
-        """Wait until all written bytes of a file are on the disk."""
+        """Wait until all written bytes of a file are on disk."""
         os.fdatasync(self._get(os.O_RDWR, os.path.join(self._job.target, name)))
 
     def _get(self, flags: int, path: str) -> int:
@@ -151,7 +151,7 @@ class Worker:
         self._buffer = memoryview(mmap.mmap(-1, job.buffer_bytes + _BLOCK))
 
     def do(self, unit: Unit) -> None:
-        """Execute a unit, and reply once its bytes are on the disk."""
+        """Execute a unit, and reply once its bytes are on disk."""
         for gather in unit.gathers:
             self._gather(gather, unit.file)
         self._files.sync(unit.file)
@@ -219,7 +219,7 @@ def _receive(stream: IO[bytes]) -> Any:
 
 def main() -> None:
     """Execute units until the end of stdin."""
-    # the parent gets SIGINT as well, and decides what happens
+    # the parent also receives SIGINT, and decides how to continue
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     try:
@@ -232,6 +232,6 @@ def main() -> None:
     except _Failed as failed:
         say(answers, {"error": failed.what, "path": failed.path})
     except BrokenPipeError:
-        pass  # the parent is gone
+        pass  # the parent has exited
     except OSError as error:
         say(answers, {"error": error.strerror or str(error), "errno": error.errno, "path": error.filename})

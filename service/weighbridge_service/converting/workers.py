@@ -40,8 +40,8 @@ def run_units(
         job: parameters of all units.
         workers: number of processes.
         lock: descriptor that every process keeps open, so that the working folder stays locked until the last one has ended.
-        on_copied: called with a number of copied bytes, by any thread.
-        on_done: called with the range of a unit that is on the disk, by any thread.
+        on_copied: called with the number of bytes copied, by any thread.
+        on_done: called with the range of each unit that is on disk, by any thread.
 
     Raises:
         Unavailable: a worker died.
@@ -83,7 +83,7 @@ class _Waiting:
         self._lock = threading.Lock()
 
     def take(self, last: str | None) -> Range | None:
-        """The next unit for a worker whose last unit was of the file ``last``; None if there is none."""
+        """The next unit for a worker whose last unit belonged to the file ``last``; None if no unit is left."""
         with self._lock:
             if last is not None:
                 self._writers[last] -= 1
@@ -126,7 +126,7 @@ class _Running:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the process, and a thread that sends it units until there are none."""
+        """Start the process, and a thread that sends it units until none are left."""
         self._process = subprocess.Popen(
             [sys.executable, "-c", _WORKER],
             stdin=subprocess.PIPE,
@@ -137,7 +137,7 @@ class _Running:
         self._thread.start()
 
     def stop(self) -> None:
-        """Terminate the process, also in the middle of a unit, and join the thread."""
+        """Terminate the process, even in the middle of a unit, and join the thread."""
         process = self._process
         if process is None:
             return
@@ -196,7 +196,7 @@ class _Running:
                 copied += answer["copied"]
                 self._on_copied(answer["copied"])
             elif "done" in answer:
-                # bytes of zeros are not copied, so they are counted here
+                # zero bytes are not copied, so they are counted here
                 self._on_copied(covered.nbytes - copied)
                 self._on_done(covered)
                 return

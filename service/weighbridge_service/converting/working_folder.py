@@ -1,8 +1,8 @@
-"""Working folder beside the target of a conversion, from which an interrupted conversion is resumed.
+"""Working folder next to the target of a conversion. An interrupted conversion resumes from it.
 
-``TARGET.converting/`` has ``files/``, which becomes TARGET in the end, ``journal``, and ``lock``, which a running conversion and its workers
-hold. The journal's first line is the identity of the conversion. Each further line is the number of a unit whose bytes are on the disk. The
-last line is ``complete`` when only the rename is left. A truncated line is ignored.
+``TARGET.converting/`` contains ``files/``, which is renamed to TARGET at the end, ``journal``, and ``lock``, which a running conversion and
+its workers hold. The journal's first line is the identity of the conversion. Each further line is the number of a unit whose bytes are on
+disk. The last line is ``complete`` when only the rename is left. A truncated line is ignored.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def disk_full(what: Path) -> ResourceExhausted:
 
 
 class WorkingFolder:
-    """The folder of one conversion. One process at a time holds its lock, until `close`.
+    """The folder of one conversion. Only one process at a time holds its lock, until `close`.
 
     Args:
         target: target of the conversion.
@@ -82,7 +82,7 @@ class WorkingFolder:
         self.lock = lock
 
     def _try_lock(self) -> int | None:
-        """The lock's descriptor; None if another process has it."""
+        """The lock's descriptor; None if another process holds it."""
         name = self.path / "lock"
         with room(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -108,14 +108,14 @@ class WorkingFolder:
         Args:
             conversion: the conversion.
             identity: identity of its units; see `Units.identity`.
-            restart: discard the files of an earlier run.
+            restart: whether to discard the files of an earlier run.
 
         Returns:
             Numbers of the units that are already done.
 
         Raises:
-            FailedPrecondition: an earlier run converted another source, or with other options.
-            ResourceExhausted: the disk does not have enough room.
+            FailedPrecondition: an earlier run converted another source or used other options.
+            ResourceExhausted: the disk does not have enough space.
         """
         found, done = self._read()
         if found is not None and found != identity and not restart:
@@ -150,7 +150,7 @@ class WorkingFolder:
         _sync_folder(self.path)
 
     def add(self, number: int) -> None:
-        """Record in the journal that a unit is on the disk."""
+        """Record in the journal that a unit is on disk."""
         self._append(str(number))
 
     def _append(self, line: str) -> None:
@@ -192,7 +192,7 @@ class WorkingFolder:
 
     @staticmethod
     def is_whole(folder: Path, conversion: Conversion) -> bool:
-        """Whether a folder has all of the conversion's files with tensors, with their sizes."""
+        """Whether a folder contains all tensor files of the conversion in their expected sizes."""
         return all(_size(folder / file.name) == file.nbytes for file in conversion.files)
 
     def _has_nothing_else(self, conversion: Conversion) -> bool:

@@ -1,6 +1,6 @@
 """Engines that serve versions, from the reports of their agents: the version of each, how far it is behind its ref, and whether it is gone.
 
-Nothing is stored: agents report every few seconds, so a restarted service soon knows all engines again.
+The state is not stored: agents report every few seconds, so a restarted service soon knows all engines again.
 
 May import: `replicas`, `catalog`, `admission`, `access`, `metrics`, `runtime`, `weighbridge_storage`, `weighbridge`.
 

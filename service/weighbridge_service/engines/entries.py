@@ -1,6 +1,7 @@
-"""Entry of an engine: the last report of its agent, and its standing. Everything here is pure.
+"""Entry of an engine: the last report of its agent, and its standing. All functions are pure.
 
-Agents report ages instead of times, so clocks of two machines are never compared. Expiry uses the monotonic clock, which is never set.
+Agents report ages instead of timestamps, so the clocks of two machines are never compared. Expiry uses the monotonic clock, which is never
+adjusted.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from weighbridge._core.engines.step_parts import OF_AGENT, has_all
 
 _FACTS = [field.name for field in fields(EngineFacts)]
 _SLACK_MS = 2000
-"""Difference up to which the start times of two reports are treated as equal, since reports arrive with different delays."""
+"""Maximum difference between start times in two reports that are treated as equal, because reports arrive with different delays."""
 _SOON_S = 60.0
-"""Age from which an update is not counted by a process that receives the first report of its engine."""
+"""A process that receives the first report of an engine counts the engine's update only if it is younger than this."""
 _MOST_NAMED = 16
-"""Maximum number of engines that are named as the reason why a version is kept."""
+"""Maximum number of engines that a message names as the reason why a version is kept."""
 Order: TypeAlias = tuple[str, str, str, str]
 """Model, address and id of an engine, and the identity of its agent."""
 MOST_KEPT = 64
@@ -39,7 +40,7 @@ all versions in the store."""
 
 @dataclass(frozen=True, slots=True)
 class Leases:
-    """Durations for which a report is valid.
+    """Durations for which reports are valid.
 
     Attributes:
         report_s: seconds between two reports of an engine that does not change.
@@ -54,12 +55,12 @@ class Leases:
 
     @property
     def gone_s(self) -> float:
-        """Seconds of silence after which an engine is gone: the version that it serves is not kept for it any more."""
+        """Seconds of silence after which an engine is gone: its version is no longer kept for it."""
         return 12 * self.report_s
 
     @property
     def forgotten_s(self) -> float:
-        """Seconds of silence after which an engine is not listed any more."""
+        """Seconds of silence after which an engine is no longer listed."""
         return 120 * self.report_s
 
 
@@ -68,7 +69,7 @@ class Owner:
     """Owner of an engine: the caller that reports it.
 
     Attributes:
-        identity: name of the caller's identity in the policy; empty if there is none.
+        identity: name of the caller's identity in the policy; empty without a policy.
         host: host of the caller, from its connection.
     """
 
@@ -92,8 +93,8 @@ class Entry:
         heard_ms: time of the report.
         since_ms: start of the engine's current state.
         updated_ms: end of its last update.
-        proved_ms: end of its last proof; before the first proof, the time since when proofs are enabled.
-        here: whether the agent reported to this process, and not to another replica.
+        proved_ms: end of its last proof; before the first proof, the time at which proofs were enabled.
+        here: whether the agent reported to this process instead of to another replica.
         updated: whether this report was the first one with the engine's last update.
         proofs: number of proofs that are new in this report, and how many of them have failed.
     """
@@ -111,7 +112,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Key of the engine. It includes the identity, so that no caller can report for the engines of another one."""
+        """Key of the engine. It includes the identity, so that callers cannot report for each other's engines."""
         return self.owner.identity, self.report.engine_id
 
     @property
@@ -147,7 +148,7 @@ def after_report(
     """The entry of an engine after a report; the previous entry if its report is newer.
 
     Args:
-        before: previous entry; None if there was none.
+        before: previous entry; None for a new engine.
         owner: owner of the engine.
         report: the report.
         now_s: current time in seconds of the monotonic clock.
@@ -199,7 +200,7 @@ def _tells_of_update(before: Entry | None, report: EngineReport, heard_s: float)
 
 
 def _steady(before_ms: int, now_ms: int) -> int:
-    """The time from the earlier of two reports if both agree within `_SLACK_MS`, else from the later one."""
+    """The time from the earlier of two reports if the two times agree within `_SLACK_MS`, otherwise from the later report."""
     return before_ms if abs(before_ms - now_ms) < _SLACK_MS else now_ms
 
 
@@ -208,7 +209,7 @@ class RefView:
     """State of the ref that an engine follows.
 
     Attributes:
-        named: version that the ref names; 0 if it names none, or that is not known.
+        named: version that the ref names; 0 if it does not name a version, or if the version is unknown.
         behind: number of versions after the one that the engine serves, up to the named one.
     """
 
@@ -223,8 +224,8 @@ class VersionTimes(NamedTuple):
         create_ms: time at which it was opened.
         ready_ms: time at which it became ready.
         here: whether this process saw it become ready.
-        first_byte_ms: time at which its first byte arrived. Only the process that opened the version knows it; all three times are then by that
-            process's clock.
+        first_byte_ms: time at which its first byte arrived. Only the process that opened the version knows it; all three times are then
+            measured by that process's clock.
         offer_s: seconds from the trainer's call of push to the opening, by the trainer's clock; None if unknown.
     """
 
@@ -239,10 +240,10 @@ _UNKNOWN = VersionTimes()
 
 
 def parts_of_step(entry: Entry, times: VersionTimes) -> dict[str, float]:
-    """Durations in seconds of the parts of the step that ended with an engine's last update: the service's parts, then those of the agent.
+    """Durations in seconds of the parts of the step that ended with an engine's last update: first the service's parts, then the agent's.
 
     The time at which the agent received the notification is computed backwards from the end of its update, by the clock of the replica that
-    received the report. If another replica received the version, its clock is another one, and the part ``hear`` is left out.
+    received the report. If a different replica received the version, the clocks differ, and the part ``hear`` is omitted.
 
     Args:
         entry: entry of the engine.
@@ -288,7 +289,7 @@ def shown(entry: Entry, ref: RefView, now_s: float, leases: Leases, times: Versi
 
 
 def standing(entry: Entry, named: int, now_s: float, leases: Leases) -> str:
-    """Standing of an engine whose ref names the version ``named``; 0 if that is not known."""
+    """Standing of an engine whose ref names the version ``named``. ``named`` is 0 if unknown."""
     report, silent_s = entry.report, now_s - entry.heard_s
     if entry.is_gone(now_s, leases):
         return STANDING_GONE
@@ -304,8 +305,8 @@ def standing(entry: Entry, named: int, now_s: float, leases: Leases) -> str:
 def served(entries: Iterable[Entry], model: str, now_s: float, leases: Leases) -> dict[int, tuple[str, ...]]:
     """The versions of one model that engines serve, update to or use as a drafter, each with labels of its engines for messages.
 
-    For each owner at most `MOST_KEPT` versions: those with the most engines, and of these the newest. An entry from another replica counts
-    until it is forgotten, since its engines keep serving while that replica cannot be reached.
+    For each owner, at most `MOST_KEPT` versions are included: those with the most engines, and the newest among equals. An entry from
+    another replica counts until it is forgotten, because its engines keep serving while that replica is unreachable.
     """
     of_owner: dict[str, dict[int, list[str]]] = {}
     for entry in entries:

@@ -1,8 +1,8 @@
 """Exchange of engines between replicas, so that each replica lists all engines and keeps the versions that they serve.
 
-A replica forwards the reports that it has received from agents to every other replica in the directory: changes at once, and all of them at the
-interval at which agents report. Nothing has to be withdrawn: an engine that is not forwarded any more becomes stale, and is forgotten in the
-end.
+A replica forwards the reports that it has received from agents to every other replica in the directory: changes at once, and all of them at
+the interval at which agents report. Reports are never withdrawn: an engine that is no longer forwarded becomes stale, and is finally
+forgotten.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weighbridge_service.replicas.links import Links
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 128
-"""Maximum number of engines in one call, which is half a megabyte at most."""
+"""Maximum number of engines in one call: at most half a megabyte."""
 _LEAST_SECONDS = 0.1
 """Minimum interval between two rounds."""
 _CALLS_AT_ONCE = 4
@@ -39,8 +39,8 @@ class _Peer:
     """State of the exchange with one other replica.
 
     Attributes:
-        facts: facts of each engine that were sent last.
-        all_s: time in seconds at which all engines were sent last; None if the next round must send all.
+        facts: facts of each engine as last sent.
+        all_s: time in seconds at which all engines were last sent; None if the next round must send all.
         busy: whether a call to it is under way.
     """
 
@@ -52,7 +52,9 @@ class _Peer:
 def due(
     entries: Iterable[Entry], told: Mapping[tuple[str, str], EngineFacts], *, everything: bool
 ) -> list[Entry]:
-    """The engines to send to another replica: all that have reported to this one, or only those that have changed since they were sent."""
+    """The engines to send to another replica: all engines that have reported to this replica, or only those that have changed since they
+    were sent.
+    """
     return [each for each in entries if each.here and (everything or told.get(each.key) != each.facts)]
 
 

@@ -1,4 +1,4 @@
-"""Fleets: summary figures of the engines of each model, for metrics. Pure."""
+"""Fleets: summary figures of the engines of each model, for metrics. All functions are pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weighbridge._core.engines.facts import (
 from weighbridge_service.engines.entries import Entry, Leases, RefView, standing
 
 MOST_FLEETS = 256
-"""Maximum number of models with figures of their own, since each adds time series to the monitoring system."""
+"""Maximum number of models with their own figures, because each adds time series to the monitoring system."""
 OTHER_MODELS = OTHER = "(other)"
 """Name for the figures of all other models together."""
 
@@ -32,8 +32,8 @@ class Fleet:
         behind: largest number of versions that an engine is behind its ref.
         behind_s: longest time since the last successful update, of engines that are behind.
         silent_s: longest time since the last report, of engines that have not ended.
-        prepare_s: longest time for which a last update prepared while the engine served. This and the following figures leave out engines that
-            are gone.
+        prepare_s: longest time for which a last update prepared while the engine served. This and the following figures exclude engines
+            that are gone.
         pause_s: longest time for which a last update paused the engine.
         proofs: number of engines, by the verdict of their last proof.
         proof_age_s: longest time since the last proof, of engines with proofs enabled.

@@ -30,7 +30,7 @@ from weighbridge_storage.head.history import History
 log = logging.getLogger(__name__)
 
 _FRESH_SECONDS = 1.0
-"""Maximum age of a head that is reused for a report. Watches of a model's refs read its head more often than this."""
+"""Maximum age in seconds of a head that is reused for a report. Watches of a model's refs read its head more often."""
 
 
 class KnownEngines:
@@ -42,7 +42,7 @@ class KnownEngines:
 
     Attributes:
         registry: as given.
-        changes: notifies listeners of models whose engines have changed. A report without changes is no notification.
+        changes: notifies listeners of models whose engines have changed. A report without changes does not cause a notification.
         steps: durations of parts of steps, for each update that an agent reports to this process.
         proofs: number of proofs that agents report to this process.
     """
@@ -67,7 +67,7 @@ class KnownEngines:
     def report(
         self, owner: Owner, said: EngineReport, pulls: Callable[[str], bool] = lambda _model: True
     ) -> Engine:
-        """Record a report of an agent, and return its engine in the public form.
+        """Record an agent's report, and return its engine in the public form.
 
         Args:
             owner: owner of the engine.
@@ -77,7 +77,7 @@ class KnownEngines:
 
         Raises:
             InvalidArgument: a field of the report is invalid.
-            NotFound: there is no such model.
+            NotFound: the model does not exist.
             ResourceExhausted: too many engines have reported.
         """
         report = checked_report(said)
@@ -123,7 +123,7 @@ class KnownEngines:
         """The engines of a model, or of all models that the caller may see, sorted by model, address and id.
 
         Raises:
-            NotFound: there is no such model.
+            NotFound: the model does not exist.
         """
         return self._standing(model, self._entries(model, sees))
 
@@ -134,7 +134,7 @@ class KnownEngines:
 
         Raises:
             InvalidArgument: ``after`` is not a page token.
-            NotFound: there is no such model.
+            NotFound: the model does not exist.
         """
         entries, more = page_of(self._entries(model, sees), after, limit)
         return self._standing(model, entries), more

@@ -1,6 +1,6 @@
-"""Pages of a list of engines. Pure.
+"""Pages of a list of engines. All functions are pure.
 
-A page token has the sort key of the last engine of a page, so that no engine is skipped when others are added or removed.
+A page token contains the sort key of the last engine of a page, so that additions and removals do not make a listing skip engines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LARGEST_PAGE = 1000
 
 
 def page_of(entries: Sequence[Entry], after: str, limit: int) -> tuple[list[Entry], str]:
-    """A page of a list, and the token of the next page, which is empty after the last one.
+    """A page of a list, and the token of the next page. The token is empty after the last page.
 
     Args:
         entries: the sorted list.

@@ -1,4 +1,4 @@
-"""Registry of engines: entries of engines that have reported lately, up to a maximum."""
+"""Registry of engines: entries of engines that have reported recently, up to a maximum."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from weighbridge_service.engines.entries import Entry, Leases, Owner, after_repo
 from weighbridge_service.runtime.clock import unix_ms
 
 MOST_ENGINES = 8192
-"""Maximum number of entries, of a few kilobytes each. One identity, or one host where there is no policy, has three fourths of them at most,
-and one fourth while others have many."""
+"""Maximum number of entries, of a few kilobytes each. One identity, or one host without a policy, may use at most three fourths of them,
+and one fourth while others use many.
+"""
 
 
 class EngineRegistry:
@@ -56,7 +57,7 @@ class EngineRegistry:
             here: whether this process received it from the agent.
 
         Raises:
-            ResourceExhausted: there are too many engines, in total or of this owner.
+            ResourceExhausted: the maximum number of engines is reached, in total or for this owner.
         """
         now_s = self.clock()
         with self._lock:

@@ -1,4 +1,4 @@
-"""Reports of engines: validation, before a report is recorded and shown. Pure."""
+"""Validation of engines' reports before they are recorded and shown. All functions are pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST_S = 10 * 365 * 86_400.0
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _KIND = re.compile(r"[a-z0-9_.-]{0,32}")
 _TEXT = re.compile(r"[!-~]{0,255}")
-"""Addresses, host names and other texts without spaces and control characters."""
+"""Addresses, host names and other strings without spaces and control characters."""
 _REF = re.compile(rf"(?:{REF_PATTERN})?")
 _TRACEPARENT = re.compile(r"(?:[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?")
 _PROOF = re.compile(r"[a-z ]{0,32}")
@@ -55,12 +55,12 @@ _SECONDS = (
 
 
 def checked_report(report: EngineReport) -> EngineReport:
-    """Validate a report, and return it with error texts shortened to plain text.
+    """Validate a report. Returns it with error messages shortened to plain text.
 
     Parts of a step that this release does not know, from an agent of a later release, are dropped.
 
     Raises:
-        InvalidArgument: a field is invalid; names the field.
+        InvalidArgument: a field is invalid. The error names it.
     """
     ModelName.parse(report.model)
     for field, (pattern, what) in _PATTERNS.items():

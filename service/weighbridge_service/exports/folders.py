@@ -23,7 +23,7 @@ _MOST_COMPONENTS = 8
 _PARTIAL = ".export-"
 """Prefix of the names of partial folders."""
 _IN_EACH = (CONFIG, ADAPTER_CONFIG)
-"""Files of which every export has at least one."""
+"""Every export contains at least one of these files."""
 _OWN_NAME = re.compile(r"(.+--.+)--[0-9]+(?:-[0-9]+)?")
 """Pattern of the names from `own_name`, with the suffix that `free_name` may append."""
 
@@ -76,8 +76,8 @@ def own_name(model: str, number: int) -> str:
 def check_own(folder: str, model: str) -> None:
     """Raise InvalidArgument if ``folder`` is a default name for exports of another model.
 
-    A user who looks for that model's exports must not find this model's. The check uses only the name, so it does not reveal whether the other
-    model has exports.
+    A user who looks for that model's exports must not find this model's exports. The check uses only the name, so it does not reveal
+    whether the other model has exports.
     """
     name = _OWN_NAME.fullmatch(folder.partition("/")[0])
     if name is not None and name[1] != model.replace("/", "--"):
@@ -101,7 +101,7 @@ def free_name(root: Path, name: str, taken: Collection[Path]) -> Path:
 
 @contextlib.contextmanager
 def partial_folder(root: Path, name: str) -> Iterator[Path]:
-    """Create a folder in ``root`` and lock it while the block runs; remove it at the end unless the block has renamed it.
+    """Create a folder in ``root`` and lock it while the block runs. At the end, remove it unless the block has renamed it.
 
     Raises:
         Unavailable: another service that is starting has locked the folder to remove it.
@@ -111,7 +111,7 @@ def partial_folder(root: Path, name: str) -> Iterator[Path]:
     path.mkdir()
     try:
         with _locked(path) as mine:
-            if not mine:  # a service that is starting has taken the folder for an abandoned one
+            if not mine:  # a starting service has mistaken the folder for an abandoned one
                 raise Unavailable(f"{path} is being removed", fix="export again")
             yield path
     finally:

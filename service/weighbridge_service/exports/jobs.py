@@ -1,4 +1,4 @@
-"""Export jobs: started, followed, cancelled, and executed in the background."""
+"""Export jobs: start, follow, cancel, and execution in the background."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Exports:
     """The export jobs of one service. Thread-safe.
 
     Args:
-        service: the service that has the versions.
+        service: the service that holds the versions.
     """
 
     def __init__(self, service: Weighbridge) -> None:
@@ -152,7 +152,7 @@ class Exports:
             peer: the caller.
 
         Raises:
-            NotFound: there is no such model or version.
+            NotFound: the model or version does not exist.
             FailedPrecondition: the version is not complete yet, or has failed.
             InvalidArgument: the folder is not within the folder for exports, is within another export, or has a default name for exports of another
                 model; or a value is out of bounds.
@@ -213,12 +213,12 @@ class Exports:
         )
 
     def list(self) -> list[ExportJob]:
-        """All unfinished jobs and the last ended ones, newest first."""
+        """All unfinished jobs and the most recently ended jobs, newest first."""
         with self._lock:
             return [entry.job for entry in reversed(self._entries.values())]
 
     def cancel(self, job_id: str) -> ExportJob:
-        """Cancel a job, and remove its files; without effect if it has ended.
+        """Cancel a job and remove its files. Does nothing if the job has ended.
 
         A job that is writing ends a moment later, at its next report of progress.
 
@@ -330,12 +330,15 @@ class Exports:
             if entry.unwanted:
                 raise _Cancelled
             target.parent.mkdir(parents=True, exist_ok=True)
-            inside(self._root, str(target.relative_to(self._root)))  # again: a link may have appeared since
+            inside(
+                self._root, str(target.relative_to(self._root))
+            )  # check again, because a link may have appeared since
             unfinished.rename(target)
 
     def _sign(self, job: ExportJob, folder: Path) -> None:
-        """Write the manifest and the signatures of a version into the folder, if it has signatures. Not for an export with a cast, whose files
-        differ from the signed ones."""
+        """Write the manifest and the signatures of a version into the folder, if the version has signatures. Exports with a cast get
+        neither, because their files differ from the signed files.
+        """
         _, signatures = self._service.signatures.of_version(job.model, str(job.number))
         if signatures:
             text = read_manifest_text(self._service.catalog.store, ModelName.parse(job.model), job.number)

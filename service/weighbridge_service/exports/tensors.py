@@ -1,4 +1,4 @@
-"""Tensors of an open version, in sequence, read ahead of the consumer."""
+"""Tensors of an open version, in sequence, with read-ahead."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Families of models that have a weight map: one file each, found by ``model_type``. Other packages can add families by entry points.
+"""Families of models that have a weight map, looked up by ``model_type``. Each family is one file. Other packages can add families by entry
+points.
 
-May import: `weighbridge.errors`; nothing of the service.
+May import: `weighbridge.errors`, and nothing from the service.
 
 - `family`: the base class of families.
 - `rules`: rules that relate tensors of Megatron-core and Hugging Face.
 - `shapes`: tensor shapes from a model's config.
 - `unfilled`: creation of models without values.
-- `decoders`: rules of a decoder as most models have it.
+- `decoders`: rules of a typical decoder.
 - `from_mbridge`: families that use mbridge's tables.
 - `dense`: llama, qwen2, qwen3.
 - `moe`: mixtral, qwen2_moe, qwen3_moe.
@@ -65,7 +66,9 @@ _BUILT_IN = {
     "llama4_text": "llama4:Llama4",
     "llama4": "llama4:Llama4",
 }
-"""Modules of this package and their classes, by ``model_type``. A table, because entry points exist only if Weighbridge is installed."""
+"""Modules of this package and their classes, by ``model_type``. This is a table because entry points exist only if Weighbridge is
+installed.
+"""
 
 __all__ = ["GROUP", "Family", "Rule", "family_of", "has_weight_map", "model_types", "no_weight_map"]
 
@@ -94,17 +97,17 @@ def model_types() -> list[str]:
 
 
 def has_weight_map(config: Mapping[str, Any]) -> bool:
-    """Whether there is a family for a config's model type. Does not import it."""
+    """Whether a family exists for a config's model type. Does not import it."""
     model_type = config.get("model_type")
     return isinstance(model_type, str) and model_type in _registered()
 
 
 def no_weight_map(model_type: object, problem: str = "", fix: str = "") -> InvalidArgument:
-    """The error for a model type without a weight map; lists the model types with one.
+    """The error for a model type without a weight map. It lists the model types with a weight map.
 
     Args:
         model_type: model type of the config.
-        problem: consequence, appended to the message.
+        problem: consequence that is appended to the message.
         fix: remedy; by default, to add a weight map.
     """
     return InvalidArgument(
@@ -119,8 +122,8 @@ def family_of(config: Mapping[str, Any]) -> type[Family]:
     """The family of a config.
 
     Raises:
-        InvalidArgument: there is none for its model type; lists the model types with one.
-        FailedPrecondition: the family cannot be imported or is no `Family`, or two packages have a family for the model type.
+        InvalidArgument: no family exists for its model type. The error lists the model types with a family.
+        FailedPrecondition: the family cannot be imported or is not a `Family`, or two packages define a family for the model type.
     """
     model_type = config.get("model_type")
     entry = _registered().get(model_type) if isinstance(model_type, str) else None

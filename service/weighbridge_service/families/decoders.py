@@ -1,4 +1,4 @@
-"""Rules of a decoder as most models have it, for families that list their rules themselves.
+"""Rules of a typical decoder, for families that list their rules themselves.
 
 A rule applies if its Hugging Face tensors exist. So one list serves models with and without biases, norms of queries and keys, experts and shared
 experts.
@@ -98,7 +98,7 @@ class Decoder:
         yield Rule(f"{here}.linear_fc2.weight", (f"{there}.down_proj[{{expert}}]",), Transposed())
 
     def parallel_plan(self) -> dict[str, str]:
-        """Tensor-parallel plan of attention and dense layers, in the form of transformers' plans, for models whose own plan lacks them."""
+        """Tensor-parallel plan of attention and dense layers, in the form of transformers' plans, for models whose own plan omits them."""
         there = f"{self.theirs}layers.*"
         *gate_and_up, down = (f"{there}.{self.mlp}.{module}" for module in self.gated)
         rows = [f"{there}.self_attn.{p}_proj" for p in "qkv"] + gate_and_up

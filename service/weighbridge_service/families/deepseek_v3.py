@@ -36,13 +36,13 @@ _INDEX_HEADS, _INDEX_HEAD_DIM = 64, 128
 
 
 class LayersForPrediction(MBridgeFamily):
-    """A family whose files have layers for multi-token prediction after those of the decoder, which transformers leaves out."""
+    """A family whose files contain layers for multi-token prediction after the decoder's layers. transformers omits them."""
 
     keep_in_fp32 = ("e_score_correction_bias",)
 
     @property
     def mtp_layers(self) -> int:
-        """Number of layers for multi-token prediction. A model with a value or reward head has none, even if its config has the field."""
+        """Number of layers for multi-token prediction: 0 for a model with a value or reward head, even if its config contains the field."""
         return (
             0
             if label_count(self.config) is not None
@@ -74,7 +74,7 @@ class LayersForPrediction(MBridgeFamily):
         return [*mtp_rules(found, f"model.layers.{{layer+{first}}}", _OWN), *with_copies]
 
     def decoder_shapes(self) -> dict[str, Shape]:
-        """Shapes without layers for multi-token prediction, which transformers does not have."""
+        """Shapes without layers for multi-token prediction, which transformers does not implement."""
         return super().hugging_face_shapes()
 
     def hugging_face_shapes(self) -> dict[str, Shape]:

@@ -11,7 +11,7 @@ BIASES = {
     "mlp.linear_fc1.bias": (f"{_MLP}.gate_proj.bias", f"{_MLP}.up_proj.bias"),
     "mlp.linear_fc2.bias": (f"{_MLP}.down_proj.bias",),
 }
-"""Biases that configs can enable and mbridge's tables lack, which have only the bias of QKV."""
+"""Biases that configs can enable and mbridge's tables omit. The tables contain only the bias of QKV."""
 ATTENTION_BIASES = {name: targets for name, targets in BIASES.items() if "self_attention" in name}
 """Biases of attention, for families whose MLPs are experts."""
 

@@ -1,8 +1,8 @@
 """ERNIE 4.5, the mixtures of experts for text: interleaved rotation, shared experts, a bias for the selection of experts.
 
-Megatron-core's names are those of Megatron-Bridge. Attention needs no permutation: both sides rotate neighbouring elements (Megatron-core with
-``rotary_interleaved``). Layers for multi-token prediction are not supported: there are no published names for them, and transformers leaves
-them out, too.
+Megatron-core's names are those of Megatron-Bridge. Attention needs no permutation: both sides rotate neighbouring elements (Megatron-core
+with ``rotary_interleaved``). Layers for multi-token prediction are not supported: names for them are not published, and transformers omits
+them, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Ernie45Moe(Family):
     one_key_for_all_layers = False
 
     def hugging_face_shapes(self) -> dict[str, Shape]:
-        """Shapes of transformers, with the bias before a layer's router; transformers 5 has it after the router."""
+        """Shapes of transformers, with the bias before a layer's router; transformers 5 lists it after the router."""
         shapes = super().hugging_face_shapes()
         found: dict[str, Shape] = {}
         for name, shape in shapes.items():
@@ -44,7 +44,7 @@ class Ernie45Moe(Family):
         ]
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """transformers' plan, with the usual plan of attention and dense layers."""
+        """transformers' plan plus the usual plan of attention and dense layers."""
         return {**super().parallel_plan(), **self._decoder.parallel_plan()}
 
     @property

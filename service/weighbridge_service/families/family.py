@@ -44,12 +44,12 @@ class Family:
     transformers_type: ClassVar[str] = ""
     """Model type of the architecture in transformers, if it differs from the config's."""
     experts_field: ClassVar[str] = ""
-    """Name of the config's field with the number of routed experts; empty if there are none."""
+    """Name of the config's field with the number of routed experts; empty if models of the family have no experts."""
     keep_in_fp32: ClassVar[tuple[str, ...]] = ()
-    """Suffixes of names of tensors that are float32 in models of any dtype."""
+    """Suffixes of the names of tensors that are float32 regardless of the model's dtype."""
 
     one_key_for_all_layers: ClassVar[bool] = True
-    """Whether Megatron-core uses one key for all layers that are alike; False if trainers list the layers with experts."""
+    """Whether Megatron-core uses one key for all identical layers; False if trainers list the layers with experts."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -62,7 +62,7 @@ class Family:
         raise NotImplementedError
 
     def hugging_face_shapes(self) -> dict[str, Shape]:
-        """Shapes of the model's tensors, by their names in files and in the order of the files; tied tensors once."""
+        """Shapes of the model's tensors, by their names in files and in the order of the files. Tied tensors appear once."""
         if not self.experts_field or self.experts <= _FEW_EXPERTS:
             return shapes_of(self.model)
         return with_all_experts(shapes_of(self.model), shapes_of(self._model_with(3)), self.experts)
@@ -78,7 +78,8 @@ class Family:
         """
         plan = parallel_plan_of(self.model)
         if self.text_config is not self.transformers_config:
-            # only transformers 5 has the output layer of multimodal models in its plan; drop it, so that slices do not depend on the release
+            # only transformers 5 includes the output layer of multimodal models in its plan; drop it, so that slices do not depend on the
+            # release
             plan = {module: style for module, style in plan.items() if not module.endswith("lm_head")}
         return plan
 
@@ -114,7 +115,7 @@ class Family:
         return meta_model(config, self.config)
 
     def all_rules(self) -> list[Rule]:
-        """The family's rules; if the model has a value or reward head, with the rules of the head instead of the output layer."""
+        """The family's rules. If the model has a value or reward head, the rules of the head replace those of the output layer."""
         rules = list(self.rules())
         if label_count(self.config) is not None:
             rules = [rule for rule in rules if not rule.megatron.endswith("output_layer.weight")]
@@ -130,7 +131,7 @@ def mtp_rules(
     hugging_face_layer: str,
     own: Mapping[str, str],
 ) -> list[Rule]:
-    """Rules of layers for multi-token prediction: each has a decoder layer, and a few tensors of its own.
+    """Rules of layers for multi-token prediction. Each consists of a decoder layer and a few tensors of its own.
 
     Args:
         rules: rules of the decoder's layers.

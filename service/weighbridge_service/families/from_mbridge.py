@@ -1,6 +1,6 @@
-"""Families that use mbridge, behind the same interface as all others, so that mbridge can be replaced.
+"""Families that use mbridge. They have the same interface as all other families, so that mbridge can be replaced.
 
-mbridge runs on tensors without weights, and without a process group or a device.
+mbridge runs on tensors without weights; it needs neither a process group nor a device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MBridgeFamily(Family):
     mbridge_type: ClassVar[str] = ""
     """Model type of the family in mbridge, if it differs from the config's."""
     further_names: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Tensors of a decoder layer that mbridge's tables lack, such as biases: names of Megatron-core to names of Hugging Face, as in rules."""
+    """Tensors of a decoder layer that mbridge's tables omit, such as biases: maps Megatron-core's names to Hugging Face's, as in rules."""
 
     def rules(self) -> Sequence[Rule]:
         """Rules from mbridge's tables."""
@@ -49,7 +49,7 @@ class MBridgeFamily(Family):
             name = name.replace("{layer_number}", "{layer}")
             sample = name.replace("{layer}", "0")
             if "{expert_id}" in targets[0]:
-                # mbridge's names end with the expert's number; names in distributed checkpoints have it before the module
+                # mbridge's names end with the expert's number; in names of distributed checkpoints it precedes the module
                 sample += ("" if sample.endswith("weight") else ".weight") + "0"
                 name = (
                     name.removesuffix(".weight").replace("experts.", "experts.experts.{expert}.") + ".weight"
@@ -89,7 +89,7 @@ class _MBridgeConversion:
 
 def _offline_bridge(config: Any, model_type: str, further_names: Mapping[str, tuple[str, ...]]) -> Any:
     """An mbridge bridge that needs no process group and shares no state with other instances of its class."""
-    # megatron-core and mbridge warn about everything that a machine without a GPU lacks, none of which is used here
+    # megatron-core and mbridge warn about everything that a machine without a GPU lacks; this module uses none of it
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|mbridge)(\.|$)")
     import mbridge  # noqa: F401  (registers the families)
     from mbridge.core.bridge import _MODEL_REGISTRY

@@ -27,7 +27,7 @@ class Gemma3(MBridgeFamily):
 
 
 class Gemma3Text(MBridgeFamily):
-    """Gemma 3 of 270M and 1B, which have only the language model."""
+    """Gemma 3 of 270M and 1B, which consist of the language model only."""
 
     def rules(self) -> Sequence[Rule]:
         """Rules of the language model in `Gemma3`, without its prefix."""

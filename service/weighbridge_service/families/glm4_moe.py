@@ -44,7 +44,7 @@ class Glm4vMoe(Family):
         ]
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """transformers' plan, with dense layers, which the plan of transformers 4 lacks."""
+        """transformers' plan plus the dense layers, which transformers 4 omits from its plan."""
         return {**super().parallel_plan(), **self._decoder.parallel_plan()}
 
     @property

@@ -1,4 +1,4 @@
-"""MiMo: Qwen2 with layers for multi-token prediction, which transformers does not have."""
+"""MiMo: Qwen2 with layers for multi-token prediction, which transformers does not implement."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Mimo(MBridgeFamily):
         """Rules from mbridge's tables, and the same rules for any number of layers for multi-token prediction."""
         found = list(super().rules())
         mtp = mtp_rules(found, _LAYER, _OWN)
-        # Megatron-core concatenates the embedding and the hidden state in this order, MiMo in the other (mbridge ignores that)
+        # Megatron-core concatenates the embedding and the hidden state in this order, MiMo in the opposite order (mbridge ignores this)
         mtp = [
             dataclasses.replace(rule, conversion=Swapped(axis=1))
             if rule.megatron.endswith("eh_proj.weight")

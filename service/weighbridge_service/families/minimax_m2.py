@@ -1,8 +1,8 @@
 """MiniMax-M2: mixtures of experts with norms over all heads of queries, and of keys, and a bias for the selection of experts.
 
-Megatron-core's names are those of Megatron-Bridge, whose layer spec splits these norms by tensor parallelism. The shapes are those of a Mixtral with
-the norms and the bias, because only transformers 5 has the model type. Layers for multi-token prediction are not supported: neither such layers
-nor names for them are published.
+Megatron-core's names are those of Megatron-Bridge, whose layer spec splits these norms by tensor parallelism. The shapes are those of a
+Mixtral with the norms and the bias, because only transformers 5 supports the model type. Layers for multi-token prediction are not
+supported: neither such layers nor names for them are published.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MinimaxM2(Family):
         ]
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """Mixtral's plan, with the norms, which engines split like the projections before them."""
+        """Mixtral's plan plus the norms, which engines split like the projections before them."""
         return {**super().parallel_plan(), **self._decoder.parallel_plan()}
 
     @property

@@ -1,4 +1,4 @@
-"""Mixtures of experts whose attention is that of a dense model: mixtral, qwen2_moe, qwen3_moe."""
+"""Mixtures of experts with the attention of a dense model: mixtral, qwen2_moe, qwen3_moe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES = {
 
 
 class Mixtral(MBridgeFamily):
-    """Mixtral: every layer has experts, without shared ones."""
+    """Mixtral: every layer has experts, but no shared experts."""
 
     experts_field = "num_local_experts"
 
@@ -48,7 +48,7 @@ class Qwen3Moe(MBridgeFamily):
 
 
 def routers_first(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The same tensors with each layer's router before its experts; transformers 5 has it after them."""
+    """The same tensors with each layer's router before its experts; transformers 5 lists it after them."""
     found: dict[str, Shape] = {}
     for in_mlp, run in itertools.groupby(shapes.items(), lambda item: ".mlp." in item[0]):
         found |= sorted(run, key=lambda item: in_mlp and ".experts." in item[0])

@@ -1,8 +1,9 @@
 """Nemotron-H and Nemotron 3: layers of a state space model, of attention, of an MLP and of experts, each after a norm.
 
-Megatron-core's names are those of its `MambaModel`; tensors are converted as in Megatron-Bridge. The input projection of a state space model, and
-its convolution, have sections that Megatron-core declares separately: gate, input, B, C and time steps. Only transformers 5 has the model type,
-so the shapes are computed here, with the defaults of its config. Layers for multi-token prediction are not supported.
+Megatron-core's names are those of its `MambaModel`; tensors are converted as in Megatron-Bridge. The input projection of a state space
+model, and its convolution, have sections that Megatron-core declares separately: gate, input, B, C and time steps. Only transformers 5
+supports the model type, so the shapes are computed here, with the defaults of its config. Layers for multi-token prediction are not
+supported.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class NemotronH(Family):
 
     @property
     def experts(self) -> int:
-        """Number of routed experts in each layer that has experts; 0 if no layer has."""
+        """Number of routed experts in each layer that has experts; 0 if no layer has experts."""
         return int(self.config["n_routed_experts"]) if _EXPERTS in self.layers else 0
 
     def hugging_face_shapes(self) -> dict[str, Shape]:
@@ -155,7 +156,7 @@ class NemotronH(Family):
 
     @property
     def _states(self) -> int:
-        """Number of elements of B, and of C."""
+        """Number of elements of B, which equals that of C."""
         return int(self.config["n_groups"] * self.config["ssm_state_size"])
 
     def _mamba_shapes(self) -> dict[str, Shape]:

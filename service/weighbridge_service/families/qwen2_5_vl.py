@@ -13,7 +13,7 @@ class Qwen25VL(MBridgeFamily):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         if "text_config" not in config:
-            # published configs have the language model's fields at the top level, beside `vision_config`
+            # published configs contain the language model's fields at the top level, next to `vision_config`
             config = {**config, "text_config": config}
         if "tie_word_embeddings" not in config and "tie_word_embeddings" in config["text_config"]:
             # transformers 4, and transformers 5 since 5.16, read it from the language model's config

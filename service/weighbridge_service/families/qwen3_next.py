@@ -1,8 +1,8 @@
-"""Qwen3-Next: layers with gated delta nets and layers with gated attention, each with routed experts and a shared one.
+"""Qwen3-Next: layers with gated delta nets and layers with gated attention, each with routed experts and a shared expert.
 
 Names are Megatron-core's own (``experimental_attention_variant="gated_delta_net"``, ``attention_output_gate``); tensors are converted as in
-Megatron-Bridge. Norms are stored as offsets from one on both sides, except for the norm in a gated delta net, which Hugging Face stores without the
-offset. Published files have a layer for multi-token prediction, which transformers leaves out.
+Megatron-Bridge. Norms are stored as offsets from one on both sides, except for the norm in a gated delta net, which Hugging Face stores
+without the offset. Published files contain a layer for multi-token prediction, which transformers omits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PREDICTED = "num_nextn_predict_layers"
 class DeltaNetProjections:
     """Input projections of a gated delta net: query, key, value, gate, beta and alpha.
 
-    Megatron-core concatenates them, each with all heads. Hugging Face has the first four in one tensor and the others in another one, each
+    Megatron-core concatenates them, each with all heads. Hugging Face stores the first four in one tensor and the others in another, both
     grouped by key head.
 
     Attributes:
@@ -81,7 +81,7 @@ class Qwen3Next(Family):
 
     @property
     def mtp_layers(self) -> int:
-        """Number of layers for multi-token prediction: by default one; none in a model with a value or reward head."""
+        """Number of layers for multi-token prediction: 1 by default, 0 for a model with a value or reward head."""
         given = self.config.get(_PREDICTED)
         return 0 if label_count(self.config) is not None else 1 if given is None else int(given)
 
@@ -110,7 +110,7 @@ class Qwen3Next(Family):
         return [*self._norms(), *self._delta_net(), *decoder, *own, *predicting]
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """transformers' plan, with gated delta nets, which engines split by heads, and the layer for multi-token prediction."""
+        """transformers' plan plus gated delta nets, which engines split by heads, and the layer for multi-token prediction."""
         there = "model.layers.*.linear_attn"
         rows = (there, *(f"{there}.{module}" for module in ("in_proj_qkvz", "in_proj_ba", "conv1d")))
         predicting = dataclasses.replace(self._decoder, theirs="mtp.").parallel_plan()

@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense and as a mixture of experts: a language model and a vision tower, both with Megatron-core's layers.
+"""Qwen3-VL, dense and as a mixture of experts: a language model and a vision tower, both built from Megatron-core's layers.
 
 Megatron-core's names are those of the models of Megatron-Bridge and mbridge (``Qwen3VLModel``). The tower has one tensor for query, key and value on
 both sides, whose rows Megatron-core orders by head. Mergers of its deeper layers are stacked like layers.
@@ -38,7 +38,7 @@ class Qwen3VL(Family):
         return [*self._decoder.rules(), *self._tower()]
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """transformers' plan, with the usual plan of the decoder, since transformers has none for dense models."""
+        """transformers' plan plus the usual plan of the decoder, because transformers does not define one for dense models."""
         return {**super().parallel_plan(), **self._decoder.parallel_plan()}
 
     @property
@@ -78,7 +78,7 @@ class Qwen3VLMoe(Qwen3VL):
         super().__init__({**config, "text_config": with_num_experts(config.get("text_config") or {})})
 
     def hugging_face_shapes(self) -> dict[str, Shape]:
-        """Shapes of published files, whose experts are ``[experts, inputs, outputs]``; transformers 5 has them transposed."""
+        """Shapes of published files, whose experts are ``[experts, inputs, outputs]``; transformers 5 transposes them."""
         hidden, inner = self.text_config.hidden_size, self.text_config.moe_intermediate_size
         axes = {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden)}
         return {

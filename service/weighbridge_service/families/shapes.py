@@ -1,7 +1,7 @@
 """Shapes of the tensors of transformers' model for a config. The model is created without memory for weights.
 
-transformers 5 stacks the experts of a layer, and renames some modules, but only in memory: its files have the names of transformers 4. So names and
-their order here are those of files, with either release.
+transformers 5 stacks the experts of a layer and renames some modules, but only in memory: its files use the names of transformers 4. So
+this module uses the names and the order of files with either release.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _MOST_EXPERTS_IN_ALL = 50_000
 """Maximum number of experts in all layers. The largest known model has 23,000, and each expert has three tensors or more."""
 _MAY_BE_ZERO = ("num_nextn_predict_layers", "n_shared_experts", "moe_num_shared_experts")
 _FURTHER_FIELDS = ("head_dim", "tie_word_embeddings", "vision_use_head", "full_attention_interval")
-"""Fields that determine tensors, and that transformers reads although they are not parameters of its config classes."""
+"""Fields that determine tensors and that transformers reads although they are not parameters of its config classes."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _OF_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.\w+$")
 _ORDER = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -79,11 +79,11 @@ def transformers_config(model_type: str, config: Mapping[str, Any], *, any_parts
     Args:
         model_type: model type of the config class.
         config: content of ``config.json``.
-        any_parts: whether nested configs have the types that they name, if the config class accepts any type. By default they have the default
-            types of the config class.
+        any_parts: whether nested configs get the types that they name, if the config class accepts any type. By default they get the
+            default types of the config class.
 
     Raises:
-        InvalidArgument: a field is out of range; names it.
+        InvalidArgument: a field is out of range. The error names it.
     """
     import transformers
 
@@ -127,7 +127,7 @@ def _field_names(cls: Any) -> list[str]:
 
 
 def _check_sizes(config: Mapping[str, Any]) -> None:
-    """Raise InvalidArgument for sizes that no model has, before memory is allocated for them."""
+    """Raise InvalidArgument for sizes larger than any model's, before memory is allocated for them."""
     for name, value in config.items():
         if name.endswith(_SIZES) and type(value) is int and value < 0:
             raise InvalidArgument(f"config.json has {name} = {value}, which is negative")
@@ -159,7 +159,7 @@ def check_experts(layers: int, experts: int) -> None:
 
 
 def label_count(config: Mapping[str, Any]) -> int | None:
-    """Number of outputs of the model's value or reward head; None if it has no such head."""
+    """Number of outputs of the model's value or reward head; None if the model has neither."""
     architectures = config.get("architectures") or [""]
     if not str(architectures[0]).endswith(_HEADS):
         return None
@@ -168,7 +168,7 @@ def label_count(config: Mapping[str, Any]) -> int | None:
 
 
 def meta_model(transformers_config: Any, config: Mapping[str, Any]) -> Any:
-    """Create the model with the head that ``architectures`` names, or else the one that generates text, without memory for its weights.
+    """Create the model without memory for its weights. It gets the head that ``architectures`` names, or else the head that generates text.
 
     Raises:
         InvalidArgument: the number of labels is out of range.
@@ -195,7 +195,7 @@ def meta_model(transformers_config: Any, config: Mapping[str, Any]) -> Any:
 
 
 def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model's tensors by their names in files, in the order of the state dict; tied tensors once."""
+    """Shapes of a model's tensors by their names in files, in the order of the state dict. Tied tensors appear once."""
     in_files = [item for of_tensor in file_names(model).values() for item in of_tensor.items()]
     shapes: dict[str, tuple[int, ...]] = {}
     for _, run in itertools.groupby(in_files, lambda item: _expert(item[0])[0]):
@@ -224,7 +224,7 @@ def parallel_plan_of(model: Any) -> dict[str, str]:
 
     found: dict[str, str] = {}
     for name, in_files in file_names(model).items():
-        # plans have stacked tensors under their own names, like modules
+        # plans list stacked tensors under their own names, like modules
         stacked = None if name in in_files else style_of(name)
         style = stacked or style_of(name.rpartition(".")[0])
         if style is not None:
@@ -237,7 +237,7 @@ def _module_kind(name: str) -> str:
 
 
 def file_names(model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Names and shapes in files, of each tensor of a model by its name in memory. Of tied tensors only the first is included."""
+    """Names and shapes in files of each tensor of a model, by its name in memory. Only the first of several tied tensors is included."""
     seen: set[int] = set()
     tensors = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -283,7 +283,7 @@ def names_on_disk(model: Any) -> Callable[[str], str]:
 def with_all_experts(
     two: Mapping[str, tuple[int, ...]], three: Mapping[str, tuple[int, ...]], experts: int
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model with many experts, from those of the same model with two experts and with three.
+    """Shapes of a model with many experts, from the shapes of the same model with two and with three experts.
 
     Creating thousands of modules takes transformers half a minute. The difference between two and three experts shows the sizes that depend on
     their number.

@@ -1,4 +1,4 @@
-"""Mode of torch that creates tensors without filling them, for models of which only the shapes are needed."""
+"""Torch mode that creates tensors without filling them, for models whose shapes alone are needed."""
 
 from __future__ import annotations
 

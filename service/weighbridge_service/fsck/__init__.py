@@ -2,8 +2,8 @@
 
 May import: `models`, `weighbridge_storage`, `weighbridge`.
 
-- `survey`: the state of one model's objects; only reads.
-- `diagnosis`: findings, and the repaired head; pure.
-- `repair`: check of a whole store, and repair by a diagnosis.
+- `survey`: the state of one model's objects (read-only).
+- `diagnosis`: findings, and the repaired head (pure functions).
+- `repair`: check of a whole store, and repair according to a diagnosis.
 - `contents`: comparison of contents with digests.
 """

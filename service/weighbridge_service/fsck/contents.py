@@ -38,8 +38,8 @@ def compare_contents(
 
     Args:
         store: store of the model.
-        model: result of the model's check; versions that are not whole are left out.
-        was_compared: returns whether a version was compared before, and need not be read again.
+        model: result of the model's check; versions that are not whole are skipped.
+        was_compared: returns whether a version was compared before and need not be read again.
         on_progress: called with the number of compared bytes, and their total.
 
     Raises:

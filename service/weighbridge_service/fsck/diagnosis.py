@@ -1,7 +1,7 @@
-"""Diagnosis of one model: findings, and the repaired head. Pure: it depends only on a survey.
+"""Diagnosis of one model: findings, and the repaired head. The functions are pure; the diagnosis depends only on a survey.
 
-A version is **whole** if it has a manifest, and all files in the manifest with their sizes. If the head or a part of its history is lost, it is
-rebuilt from whole versions. Only refs, retention, and the knowledge of recently deleted versions cannot be rebuilt.
+A version is **whole** if it has a manifest and if all files in the manifest exist with the right sizes. If the head or a part of its
+history is lost, it is rebuilt from whole versions. Only refs, retention, and the record of recently deleted versions cannot be rebuilt.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from weighbridge_storage.documents.names import BLOCKS_SUFFIX, MAX_VERSION
 from weighbridge_storage.head.head import Head
 
 UNKNOWN_NUMBERS = 1000
-"""Version numbers that are skipped if the head was lost or is older than the store: numbers of failed versions have left no trace, and must not
-be used again."""
+"""Number of version numbers that are skipped if the head was lost or is older than the store. Failed versions do not leave a trace, and
+their numbers must not be reused.
+"""
 FARTHEST = 1_000_000
-"""Maximum distance of a used number above all known used numbers. Objects under a higher number are not Weighbridge's, and must not make a model
-run out of numbers."""
+"""Maximum distance of a used number above all known used numbers. Objects under a higher number were not written by Weighbridge, and must
+not make a model run out of numbers.
+"""
 _MOST_TOLD = 5
-"""Maximum number of problems in a finding of one version, since a manifest can list any number of files."""
+"""Maximum number of problems in a finding about one version, because a manifest can list any number of files."""
 
 
 class Mend(StrEnum):
@@ -34,7 +36,7 @@ class Mend(StrEnum):
     HEAD = "head"
     """Write the head."""
     DROP = "drop"
-    """Retire the version; only on request, since its files could be restored from a backup."""
+    """Retire the version; only on request, because its files could be restored from a backup."""
     DIGESTS = "digests"
     """Compute the block digests again."""
     FILES = "files"
@@ -77,7 +79,7 @@ class Diagnosis:
     rebuild: bool = False
 
     def numbers(self, mend: Mend) -> tuple[int, ...]:
-        """Numbers of the versions of findings with this repair."""
+        """Version numbers of the findings with this repair."""
         return tuple(f.number for f in self.findings if f.mend is mend and f.number is not None)
 
 
@@ -91,7 +93,7 @@ def diagnose(survey: Survey, now_ms: int) -> Diagnosis:
     if survey.foreign:
         return Diagnosis((Finding(survey.unreadable, Mend.NONE),))
     if survey.head is None and survey.text is None and not survey.versions and not survey.last_node:
-        return Diagnosis()  # only files of a registration that was not completed
+        return Diagnosis()  # the model has only files of a registration that was not completed
     corrected = tuple(
         number
         for number, entry in survey.entries.items()
@@ -128,7 +130,7 @@ def repaired_head(
     dropped: Collection[int],
     now_ms: int,
 ) -> Head:
-    """The repaired head; equal to ``base`` if nothing is wrong with it.
+    """The repaired head; equal to ``base`` if it needs no repair.
 
     Args:
         survey: survey of the model.
@@ -159,7 +161,7 @@ def repaired_head(
 
 
 def _refs(refs: Mapping[str, Ref], durable: Mapping[int, VersionEntry]) -> dict[str, Ref]:
-    """Refs to durable versions. ``latest`` is set to the highest version that is not held."""
+    """Refs to durable versions. ``latest`` refers to the highest version that is not held."""
     kept = {name: ref for name, ref in refs.items() if ref.version in durable}
     highest = max((number for number, entry in durable.items() if not entry.held), default=0)
     if highest:
@@ -176,7 +178,7 @@ def _next_version(survey: Survey, base: Head) -> int:
 
 
 def _highest_given(survey: Survey) -> int:
-    """The highest number that was ever assigned, as far as the head, entries, manifests and folders show."""
+    """The highest number that was ever assigned, according to the head, entries, manifests and folders."""
     known = max(
         [0 if survey.head is None else survey.head.next_version - 1, *survey.entries]
         + [number for number, folder in survey.versions.items() if folder.described is not None]
@@ -223,7 +225,7 @@ class _Numbers:
         return self._believed or number in head.failed or number < head.first_version
 
     def is_strange(self, number: int) -> bool:
-        """Whether another release has written a version that the head does not have."""
+        """Whether another release has written a version that the head does not contain."""
         head = self.survey.head
         known = number in self.survey.entries or (head is not None and number in head.open)
         return self.survey.versions[number].foreign and not known and not self.is_gone(number)
@@ -283,9 +285,9 @@ def _findings_of_version(
 def _findings_of_stray(numbers: _Numbers, number: int, folder: VersionFolder) -> Iterator[Finding]:
     head = numbers.survey.head
     if head is not None and number in head.open:
-        return  # it is being received
+        return  # the version is being received
     if head is not None and number < head.first_version:
-        return  # it belongs to a deleted model, and collections delete it once its grace time is over
+        return  # the version belongs to a deleted model, and collections delete it after its grace time
     objects = counted(len(numbers.survey.folders[number]), "object")
     if number > numbers.highest:
         yield Finding(
@@ -308,6 +310,6 @@ def _findings_of_stray(numbers: _Numbers, number: int, folder: VersionFolder) ->
 
 
 def _told(problems: Sequence[str]) -> str:
-    """The first `_MOST_TOLD` problems in one sentence, and the number of the others."""
+    """One sentence with the first `_MOST_TOLD` problems and the number of the others."""
     left = len(problems) - _MOST_TOLD
     return "; ".join(problems[:_MOST_TOLD]) + (f"; and {left} more" if left > 0 else "")

@@ -1,7 +1,7 @@
 """Check of a store, model by model, and repair of its findings.
 
-A repair writes the head with a compare-and-swap on the surveyed one. So it can be interrupted anywhere and run again, and fails if a service has
-changed the model since the survey.
+A repair writes the head with a compare-and-swap against the surveyed head. So it can be interrupted at any point and run again. It fails if
+a service has changed the model since the survey.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class CheckedModel:
         name: name of the model.
         versions: number of version folders that were checked.
         findings: all findings, repaired or not.
-        fix: remedy for the findings that are left; empty if there are none, or if no general remedy applies.
-        whole: bytes of weights of the versions in its history that have all their files, by number.
+        fix: remedy for the remaining findings; empty if none remain, or if no general remedy applies.
+        whole: bytes of weights of those versions in its history whose files are all present, by number.
     """
 
     name: str
@@ -154,7 +154,9 @@ def check_store(
 
 
 def _repin_all(heads: HeadStore) -> None:
-    """Pin the bases of all adapters again. A head that was rebuilt from manifests has lost its pins, so bases of adapters could be deleted."""
+    """Pin the bases of all adapters again. A head that was rebuilt from manifests has lost its pins, so a collection could delete the bases
+    of adapters.
+    """
     for model in heads.models():
         try:
             history = heads.history(model)
@@ -224,11 +226,11 @@ class _Repair:
     # -- the head ----------------------------------------------------------------------------------------------------
 
     def _mend_head(self) -> None:
-        """Write the repaired head, if a finding needs it.
+        """Write the repaired head, if a finding requires it.
 
         Raises:
-            Conflict: the head was changed since the survey.
-            DataLoss: the head or its registration is lost, and no version allows registering the model again.
+            Conflict: the head has changed since the survey.
+            DataLoss: the head or its registration is lost, and the model cannot be registered again from any version.
         """
         survey = self._survey
         if not self._dropped and not any(f.mend is Mend.HEAD for f in self._diagnosis.findings):
@@ -236,7 +238,7 @@ class _Repair:
         after = repaired_head(
             survey, self._diagnosis, self._base(), self._entry_of, self._dropped, self._now_ms
         )
-        # names of nodes contain the generation of the head that they were written for, and must not be used again
+        # names of nodes contain the generation of the head that they were written for, and must not be reused
         base = survey.head or Head()
         base = replace(base, generation=max(base.generation, survey.last_node))
         after = self._heads.settle(self._model, stamp(after, base, uuid.uuid4().hex))
@@ -266,7 +268,9 @@ class _Repair:
         return replace(head or Head(), files_id=registered.files_id, registration=registration_of(registered))
 
     def _registered(self) -> RegisteredModel:
-        """Register the model by the newest version that allows it, and write the registration's files. Raises DataLoss if no version does."""
+        """Register the model from the newest version that allows it, and write the registration's files. Raises DataLoss if no version
+        allows it.
+        """
         versions, entries = self._survey.versions, self._survey.entries
         failures = []
         for number in sorted(versions, reverse=True):
@@ -291,7 +295,7 @@ class _Repair:
         head = self._survey.head
         try:
             registered = model_for_registration(self._model, files, "", specs, head)
-        except InvalidArgument:  # registered without its type's weight map, perhaps
+        except InvalidArgument:  # the model may have been registered without the weight map of its type
             registered = model_for_registration(self._model, files, "", specs, head, weight_map=False)
         if registered.listed is not None:
             write_tensor_list(
@@ -317,7 +321,7 @@ class _Repair:
             there = head.open.get(number) if head is not None else None
             claim = (there.claim if there is not None else "") or f"fsck-{uuid.uuid4().hex}"
             ranks = there.ranks if there is not None else 0
-            # approvals after the manifest was written are only known for a version that is still open in the head
+            # approvals after the manifest was written are known only for a version that is still open in the head
             held = said.held if there is None else there.holding(said.held)
             listed = VersionEntry(
                 number, 0, "", 0, 0, 0, self._files_id(number), claim, ranks=ranks, held=held, metadata=said.metadata,
@@ -396,7 +400,7 @@ class _Repair:
 
 
 def fix_for(left: AbstractSet[Mend], repair: bool) -> str:
-    """Remedy for the findings that are left.
+    """Remedy for the remaining findings.
 
     Args:
         left: repairs that these findings need.

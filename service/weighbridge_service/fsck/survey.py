@@ -1,7 +1,7 @@
-"""Survey of one model in a store: its head, its history, its folders and their manifests. Only reads.
+"""Survey of one model in a store: its head, its history, its folders and their manifests. The survey only reads.
 
-Objects are listed before the head is read, and objects that the head refers to are looked up individually. So concurrent changes by a service are
-not taken for damage.
+Objects are listed before the head is read, and objects that the head refers to are looked up individually. So the survey does not mistake
+concurrent changes by a service for damage.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from weighbridge_storage.versions.manifest import Manifest
 _AT_ONCE = 16
 """Number of concurrent requests."""
 _MAX_GENERATION = 10**18
-"""Maximum generation of a node. No head is written that often, so nodes of higher generations are not Weighbridge's. The generation of the next
-head must stay far below 2^63."""
+"""Maximum generation of a node. A head is never written that often, so Weighbridge did not write nodes of higher generations. The
+generation of the next head must stay far below 2^63.
+"""
 
 
 @dataclass(frozen=True)
 class Described:
-    """Summary of a version from its manifest. A whole manifest may take a hundred megabytes.
+    """Summary of a version from its manifest. A complete manifest may take a hundred megabytes.
 
     Attributes:
         step, run, created_ms, nbytes, tensor_count, nonfinite_elements: as in the version's entry.
@@ -91,7 +92,7 @@ class Described:
 
 
 def _kept(metadata: Metadata) -> Metadata:
-    """The metadata of a manifest if it is valid for an entry, else none: other programs may have written larger metadata."""
+    """The metadata of a manifest if it is valid for an entry, otherwise empty: other programs may have written larger metadata."""
     try:
         return checked_metadata(metadata)
     except InvalidArgument:
@@ -104,9 +105,9 @@ class VersionFolder:
 
     Attributes:
         described: summary of its manifest; None if the manifest is missing or unreadable.
-        problems: missing files and files of another size than in the manifest; empty if the version is whole.
-        bad_blocks: names of files whose block digests are missing or have another size.
-        has_manifest: whether there is a manifest, readable or not; without one, the folder was never complete, or is partly deleted.
+        problems: missing files, and files whose size differs from the manifest; empty if the version is whole.
+        bad_blocks: names of files whose block digests are missing or have the wrong size.
+        has_manifest: whether a manifest exists, readable or not. Without a manifest, the folder was never complete, or is partly deleted.
         foreign: whether another release of Weighbridge can read the manifest.
     """
 
@@ -131,14 +132,14 @@ class Survey:
         head: the head; None if it is missing or unreadable.
         text: text of the head, readable or not; None if it is missing.
         etag: ETag of that text.
-        unreadable: reason why the head cannot be read; empty if it can.
+        unreadable: reason why the head cannot be read; empty if it is readable.
         foreign: whether another release of Weighbridge can read the head and its history.
-        unregistered: problem of the registration in the head; empty if there is none.
+        unregistered: problem of the registration in the head; empty if the registration is valid.
         entries: entries of the versions in the readable part of the history, by number.
         lost_nodes: references to unreadable nodes of the history, each with the reason.
         folders: keys of the objects in the model's numbered folders, by number.
         versions: states of the folders of versions, including folders that should exist, by number.
-        last_node: highest generation of a node of the history; 0 if there are none.
+        last_node: highest generation of a node of the history; 0 if the history has no nodes.
         lost_files: names of registered files that are missing.
     """
 
@@ -163,7 +164,7 @@ def survey_model(
     model: ModelName,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Survey:
-    """Survey all objects of a model. Reads everything except its weights.
+    """Survey all objects of a model. Reads all of them except the weights.
 
     Args:
         store: the store.
@@ -201,7 +202,7 @@ def survey_model(
     unregistered = "" if head is None or head.deleted else _wrong_registration(store, model, head)
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="survey") as pool:
         if head is not None:
-            # a collection may have deleted objects that the head does not refer to any more since they were listed
+            # a collection may have deleted objects that the head no longer refers to since they were listed
             strays = [key for n in folders.keys() - entries.keys() - head.open.keys() for key in folders[n]]
             sizes = pool.map(lambda key: _size(store, key), strays)
             gone = {key for key, size in zip(strays, sizes, strict=True) if size is None}
@@ -288,7 +289,7 @@ def _look(store: ObjectStore, model: ModelName, number: int) -> VersionFolder:
 
 
 def _wrong_registration(store: ObjectStore, model: ModelName, head: Head) -> str:
-    """Problem of the registration in a head, or of the list of tensors that it names; empty if there is none."""
+    """Problem of the registration in a head, or of the list of tensors that it names; empty if both are valid."""
     try:
         listed = check_registration(model, head).listed
         if listed:

@@ -1,9 +1,9 @@
-"""Health of a service: named checks that run in the background, so that probes are answered at once.
+"""Health of a service: named checks run in the background, so that probes get a response at once.
 
 May import: `service`, `runtime`, `weighbridge_storage`, `weighbridge`.
 
-- `checks`: conditions for taking new work.
-- `monitor`: runs checks, and keeps their last findings.
+- `checks`: conditions for accepting new work.
+- `monitor`: runs checks, and stores their last findings.
 - `doctor`: checks of ``weighbridge doctor``.
 """
 
@@ -18,7 +18,7 @@ from weighbridge_service.health.monitor import Monitor, NamedCheck
 from weighbridge_service.service import Weighbridge
 
 _FIRST_SECONDS = 2.0
-"""Seconds that a starting service waits for its first findings, so that its first probe does not fail for lack of them."""
+"""Seconds that a starting service waits for its first findings. Without them its first probe would fail."""
 
 
 class Health:
@@ -47,7 +47,7 @@ class Health:
         return [self._accepting(), *self._monitor.findings()]
 
     def check_ready(self, findings: list[Check]) -> None:
-        """Raise Unavailable if any of these findings is a failure; the error's details have a line for each."""
+        """Raise Unavailable if any of these findings is a failure. The error's details contain a line for each failure."""
         failed = [check for check in findings if check.status is CheckStatus.FAIL]
         if failed:
             raise Unavailable(

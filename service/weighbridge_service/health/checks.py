@@ -35,9 +35,9 @@ MODELS_READABLE = "models-readable"
 _LEAST_DISK = 256 << 20
 """Free bytes of a disk below which it counts as full."""
 _NAMED = 5
-"""Versions or models that a finding names at most."""
+"""Maximum number of versions or models that a finding names."""
 _MOST_MODELS = 200
-"""Models whose heads are read for one finding at most."""
+"""Maximum number of models whose heads are read for one finding."""
 _LITTLE_DISK = 0.05
 """Free part of a disk below which it counts as nearly full."""
 
@@ -47,9 +47,9 @@ class StoreChecks:
 
     Args:
         store: the store.
-        replica: identifies this process among those over the same store; a component of a key.
-        most_offset_ms: maximum difference between clocks of replicas and of the store; with a larger one, versions could be deleted while they are
-            read, or pushes aborted while their trainers are sending.
+        replica: identifies this process among those that use the same store; a component of a key.
+        most_offset_ms: maximum difference between the clocks of replicas and of the store. With a larger difference, versions could be
+            deleted while they are read, or pushes aborted while their trainers are sending.
     """
 
     def __init__(self, store: ObjectStore, replica: str, most_offset_ms: int) -> None:
@@ -58,7 +58,7 @@ class StoreChecks:
         self._most_offset_ms = most_offset_ms
 
     def reachable(self) -> Check:
-        """Whether the store answers."""
+        """Whether the store responds."""
         with suppress(NotFound):
             self._store.size(f"{self._prefix}-none")
         return Check.ok(STORE_REACHABLE, "it answers")
@@ -71,7 +71,9 @@ class StoreChecks:
         return Check.ok(STORE_WRITABLE, "it takes objects")
 
     def conditions(self) -> Check:
-        """Whether the store honors conditional writes, also of concurrent writers. Not run in the background, because it takes about forty writes."""
+        """Whether the store honors conditional writes, including those of concurrent writers. Not run in the background, because it needs
+        about forty writes.
+        """
         try:
             probe(self._store)
         except FailedPrecondition as error:
@@ -109,7 +111,7 @@ def check_clock(written_ms: tuple[int, int], modified_ms: int, most_ms: int) -> 
 
 
 def check_disk(disk: DiskReading) -> Check:
-    """Whether a disk has room."""
+    """Whether a disk has enough free space."""
     if disk.available < _LEAST_DISK:
         what = f"{disk}: less than the {readable_size(_LEAST_DISK)} that new work needs"
         return Check.fail(DISK_ROOM, what, MAKE_ROOM)
@@ -160,7 +162,7 @@ def check_models(examined: Iterable[tuple[ModelName, WeighbridgeError | None]]) 
 
 
 def worst(checks: list[Check]) -> Check:
-    """The check with the worst status; of several, the first."""
+    """The first check with the worst status."""
     order = list(CheckStatus)
     return max(checks, key=lambda check: order.index(check.status))
 

@@ -1,4 +1,4 @@
-"""Checks of ``weighbridge doctor``: of a running service, and of a machine and a store before a service is started."""
+"""Checks of ``weighbridge doctor``, for a running service, and for a machine and a store before a service is started."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _CONDITIONS_SECONDS = 10.0
 
 
 class Examiner:
-    """Checks of a running service. The check of conditional writes takes about forty writes, so its finding is cached: callers who may only observe
-    must not cause writes at will. For one thread at a time.
+    """Checks of a running service. The check of conditional writes needs about forty writes, so its finding is cached: callers who may only
+    observe must not be able to cause any number of writes. Only one thread may use it at a time.
 
     Args:
         service: the service.
@@ -78,7 +78,7 @@ class Examiner:
             checks.append(check_store_disk(store, largest))
         with suppress(
             WeighbridgeError
-        ):  # that it does not answer, or takes no writes, are findings of the service's health
+        ):  # a store that does not respond or does not accept writes is a finding of the service's health
             checks.append(self._conditions_kept())
         return checks
 
@@ -90,7 +90,7 @@ class Examiner:
 
 
 def examine_store(location: str | Path, grace_seconds: float) -> list[Check]:
-    """Check a store before a service is started over it. Objects that the checks write are removed again.
+    """Check a store before a service is started on it. The checks remove the objects that they write.
 
     Args:
         location: as for ``serve --store``.

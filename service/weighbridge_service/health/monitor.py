@@ -1,7 +1,8 @@
-"""Monitor of named checks: each runs in the background, and probes return its last finding.
+"""Monitor of named checks. Each check runs in the background, and probes return its last finding.
 
-An orchestrator kills a process that does not answer its probes in time, so no probe waits for a check. A run that exceeds its timeout counts as a
-failure, whose text has the time that it has taken so far. Each check has a thread of its own, so a hanging store delays only its own checks.
+An orchestrator kills a process that does not respond to its probes in time, so probes never wait for a check. A run that exceeds its
+timeout counts as a failure; the failure's message contains the time that it has taken so far. Each check has its own thread, so a hanging
+store delays only its own checks.
 """
 
 from __future__ import annotations

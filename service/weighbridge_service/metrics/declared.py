@@ -1,7 +1,7 @@
 """Declarations of all metrics: name, kind, meaning and labels.
 
-The dashboard, the alerts and docs/metrics.md use exactly these, which tests check. Names follow Prometheus' conventions: base units as suffixes,
-``_total`` for counters.
+Tests check that the dashboard, the alerts and docs/metrics.md use exactly these metrics. Names follow Prometheus' conventions: base units
+as suffixes, ``_total`` for counters.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SECONDS = (
     600.0,
     1800.0,
 )
-"""Upper bounds of the buckets of durations: from a call that reads memory to a push that waits for its ranks."""
+"""Upper bounds of the buckets of durations. They range from a call that reads memory to a push that waits for its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,8 @@ class Declared:
         kind: kind of the metric.
         text: help text.
         labels: names of its labels.
-        values: values of its only label, which are exposed from the start. A counter that appears with its first increment shows no increase.
+        values: values of its only label. They are exposed from the start, because a counter that appears with its first increment does not
+            show an increase.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Declared:
     values: tuple[str, ...] = ()
 
     def family(self, samples: Mapping[str, float] | float) -> CounterMetricFamily | GaugeMetricFamily:
-        """The metric as a family with current values: one, or one for each value of its only label."""
+        """The metric as a family with current values: one value, or one for each value of its only label."""
         if isinstance(samples, Mapping):
             return self.families([((label,), value) for label, value in samples.items()])
         return self.families([((), samples)])
@@ -73,7 +74,7 @@ class Declared:
     def families(
         self, samples: Sequence[tuple[tuple[str, ...], float]]
     ) -> CounterMetricFamily | GaugeMetricFamily:
-        """The metric as a family with current values, each with the values of its labels."""
+        """The metric as a family with current values, each with its label values."""
         of_kind = CounterMetricFamily if self.kind is Kind.COUNTER else GaugeMetricFamily
         found = of_kind(self.name, self.text, labels=self.labels)
         for labels, value in samples:

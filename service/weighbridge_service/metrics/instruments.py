@@ -86,7 +86,7 @@ class CallInstruments:
 
 @dataclass(frozen=True, slots=True)
 class RequestInstruments:
-    """Figures of HTTP requests that a route has answered.
+    """Figures of HTTP requests that a route has handled.
 
     Attributes:
         answered: a count.
@@ -100,7 +100,7 @@ class RequestInstruments:
         yield from (self.answered, self.seconds)
 
     def count(self, route: str, status: int, seconds: float) -> None:
-        """Count a request whose response has begun, or failed to, after this many seconds."""
+        """Count a request whose response began, or failed to begin, after this many seconds."""
         self.answered.labels(route, str(status)).inc()
         self.seconds.labels(route).observe(seconds)
 

@@ -35,15 +35,15 @@ from weighbridge_storage.documents.names import (
 )
 
 KEPT_SHARDS = 2_000_000
-"""Number of shards of declared layouts, and of slices of pulls, that a model remembers by default: some 1 KB each."""
+"""Default number of shards of declared layouts, and of slices of pulls, that a model caches. Each takes about 1 KB."""
 _KEPT_OFFERS = 100_000
-"""Number of layouts that a model remembers as offered to other replicas, and of layouts whose shifts it remembers."""
+"""Number of layouts that a model records as offered to other replicas, and number of layouts whose shifts it caches."""
 _SHARD_BYTES, _PART_BYTES = 2 << 10, 300
 """Approximate bytes of a tensor or a shard, with its part of the plan, and of a copy in the plan of a pull."""
 _KEPT_PARTS = 1_000_000
-"""Number of copies in the plans of pulls and restores that a model remembers; a plan itself counts as a thousand."""
+"""Number of copies in the plans of pulls and restores that a model caches. A plan itself counts as a thousand copies."""
 _KEPT_DECLARED = 4
-"""Number of versions with their own tensors whose layouts and plans are remembered."""
+"""Number of versions with their own tensors whose layouts and plans are cached."""
 IDENTITY_FORMAT = 2
 """Format of `RegisteredModel.identity`. Models in heads of another format are compared by their tensors alone."""
 
@@ -61,8 +61,8 @@ class RegisteredModel:
         kept: properties of its tensors that the config does not determine.
         files_id: id of the registered set of files.
         side_files: names of these files.
-        listed: its tensors, if its model type has no weight map; ``kept`` then has the digest of the list. For a part, the tensors of one
-            version, or none, as each of its versions has its own tensors (`declared_by`).
+        listed: its tensors, if no weight map exists for its model type; ``kept`` then contains the digest of the list. For a part: the
+            tensors of one version, or None, because each version of a part has its own tensors (`declared_by`).
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class RegisteredModel:
         self._declared: Cache[RegisteredModel] = Cache(_KEPT_DECLARED)
 
     def remember(self, shards: int) -> None:
-        """Set the number of shards of declared layouts to remember, and forget the layouts that were declared before."""
+        """Set the number of shards of declared layouts to cache, and drop the layouts that were declared before."""
         self._layouts = Cache(shards, lambda entry: 1 + len(entry[1].placements))
 
     @cached_property
     def bridge(self) -> Bridge:
-        """Bridge of the model; takes seconds the first time in a process.
+        """Bridge of the model. The first call in a process takes seconds.
 
         Raises:
             InvalidArgument: the model was registered without a weight map, so it has only Hugging Face's names.
@@ -176,7 +176,7 @@ class RegisteredModel:
 
     @property
     def keep_in_fp32(self) -> tuple[str, ...]:
-        """Endings of the names of tensors that a cast does not narrow."""
+        """Suffixes of the names of tensors that a cast does not narrow."""
         return ROUTER_BIASES if self.listed is not None else self.bridge.keep_in_fp32
 
     @cached_property

@@ -1,6 +1,6 @@
 """Prefetch of the next parts of a stream from the store while one part is being sent.
 
-A GET has a latency of tens of milliseconds, so a stream that waits for each one would be slow.
+A GET has a latency of tens of milliseconds, so a stream that waits for each request would be slow.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from weighbridge_service.plan.transfers import Transfer
 from weighbridge_storage.memory.file_bytes import FileBytes, Kept
 
 AHEAD_BYTES = 64 << 20
-"""Maximum bytes of blocks that one reader has requested but not yet reached."""
+"""Maximum bytes of blocks that one reader has requested but has not reached yet."""
 STEP_BYTES = 8 << 20
-"""Bytes of a step of the stream. Neighbouring blocks of one step are fetched together."""
+"""Bytes of a step of the stream. Adjacent blocks of one step are fetched together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ReadAhead:
         self._nbytes = 0
 
     def advance(self, position: int) -> None:
-        """Release blocks that are only needed before ``position``, and request those that are needed soon after it."""
+        """Release blocks that are only needed before ``position``, and request blocks that are needed soon after it."""
         for kept, end in list(self._kept.values()):
             if end <= position:
                 self._release(kept)
@@ -65,7 +65,7 @@ class ReadAhead:
         self._next = None
 
     def _prepare(self, step: ReadStep) -> bool:
-        """Request the blocks that a step needs. Returns False if a source had no room for them."""
+        """Request the blocks that a step needs. Returns False if a source did not have space for them."""
         for need in step.needs:
             found = self._files[need.file].prepare(need.file_offset, need.extent, need.file_strides)
             if found is None:

@@ -48,7 +48,7 @@ class Piece:
 
     Attributes:
         offset: offset in the stream.
-        data: the bytes; only valid until the next piece is taken.
+        data: the bytes; valid only until the next piece is taken.
         checksum: 64-bit XXH3 of the bytes.
     """
 

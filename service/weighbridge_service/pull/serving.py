@@ -42,15 +42,16 @@ from weighbridge_storage.versions.reading import open_version
 _KEPT_CASTS = 250_000
 """Maximum number of slices and shards in cached casts, over all models: pulls in another dtype, and restores that add constants."""
 _LATELY_SECONDS = 1.0
-"""Maximum age of a head that is reused for versions in memory. A version that another replica removes from history stays readable for far
-longer."""
+"""Maximum age in seconds of a head that is reused for versions in memory. A version that another replica removes from history stays
+readable for much longer.
+"""
 _KEPT_OPEN = 16
 """Number of durable versions whose files stay open, or in the read cache, after a pull."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GrantedVersion:
-    """Slices of a version that another process of this machine reads in place.
+    """Slices of a version that another process on this machine reads in place.
 
     Attributes:
         opened: the open version; to be closed when the slices are no longer read.
@@ -81,8 +82,8 @@ class Serving:
         peer_files: files that other replicas own.
 
     Attributes:
-        bytes_out: bytes of weights that were sent to clients, or read by them in place.
-        bytes_out_locally: the part of these bytes that processes of this machine read in place.
+        bytes_out: bytes of weights that were sent to clients, or that clients read in place.
+        bytes_out_locally: the number of these bytes that processes on this machine read in place.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Serving:
             self.bytes_out += nbytes
 
     def count_granted(self, nbytes: int) -> None:
-        """Count bytes of weights that a process of this machine reads in place."""
+        """Count bytes of weights that a process on this machine reads in place."""
         with self._counting:
             self.bytes_out += nbytes
             self.bytes_out_locally += nbytes
@@ -143,7 +144,7 @@ class Serving:
         return self._reading(opened, layout, (offset, striping), casting, model.pull_transfer)
 
     def grant(self, name: str, version: str, request: LayoutRequest) -> GrantedVersion:
-        """Open slices of a version for reads in place, by a process of this machine.
+        """Open slices of a version for in-place reads by a process on this machine.
 
         Raises:
             FailedPrecondition: the version's files are not on this machine.
@@ -155,7 +156,7 @@ class Serving:
     def grant_arriving(
         self, version: Version, arriving: ArrivingVersion, request: LayoutRequest
     ) -> GrantedVersion:
-        """Open slices of a version that is still being received, for reads in place by a process of this machine.
+        """Open slices of a version that is still being received, for in-place reads by a process on this machine.
 
         Closing the result releases the hold on the image.
 
@@ -170,7 +171,7 @@ class Serving:
     def _granted(
         self, model: RegisteredModel, opened: OpenedVersion, request: LayoutRequest
     ) -> GrantedVersion:
-        """Slices of an open version for reads in place. Closes the version on an error."""
+        """Slices of an open version for in-place reads. Closes the version on an error."""
         try:
             layout = model.pull_layout(request)
             transfer = model.pull_transfer(opened.files.layout, layout)
@@ -184,7 +185,7 @@ class Serving:
             raise
 
     def cast(self, name: str, specs: Iterable[TensorSpec], dtype: DType) -> list[TensorSpec]:
-        """Specs of tensors of a model after a cast. Raises InvalidArgument if one cannot be cast."""
+        """Specs of a model's tensors after a cast. Raises InvalidArgument if a tensor cannot be cast."""
         model = self._catalog.model(ModelName.parse(name))
         return cast_specs(specs, dtype, model.keep_in_fp32, model.scales)
 
@@ -194,7 +195,7 @@ class Serving:
         return self._casts.get_or_make(key, lambda: Casting(layout, target, kept, model.scales))
 
     def _shifting(self, model: RegisteredModel, layout: Layout) -> Casting | None:
-        """The casting that adds constants to elements of restored shards; None if no constants are added."""
+        """The casting that adds constants to elements of restored shards; None if there are none to add."""
         shifts = model.restore_shifts(layout)
         if not shifts:
             return None
@@ -212,7 +213,7 @@ class Serving:
         return self._reading(opened, layout, (offset, striping), shifting, model.restore_transfer)
 
     def close_gone(self, name: ModelName, history: History) -> None:
-        """Close files of versions that are not in the history any more, because open files keep their disk space."""
+        """Close files of versions that are no longer in the history, because open files occupy disk space."""
         numbers = {number for model, number, _ in self._opened.keys if model == name}
         gone = {number for number in numbers if history.find(number) is None}
         self._opened.drop_if(lambda key: key[0] == name and key[1] in gone)
@@ -243,7 +244,7 @@ class Serving:
         return self._mapped(ModelName.parse(name)).pull_layout(FullTensors())
 
     def _mapped(self, name: ModelName) -> RegisteredModel:
-        """A model whose versions all have the same tensors, and which is not an adapter. Raises InvalidArgument for others."""
+        """A model that is not an adapter and whose versions all have the same tensors. Raises InvalidArgument for other models."""
         model = self._catalog.model(name)
         if model.by_version:
             raise InvalidArgument(
@@ -259,9 +260,9 @@ class Serving:
         return model
 
     def _model_of(self, name: ModelName, version: str) -> tuple[RegisteredModel, str]:
-        """A model with the tensors of a version, and the version as text.
+        """A model with the tensors of a version, and the version as a string.
 
-        If each version has its own tensors, the text is the version's number, because a ref may move until the version is opened.
+        If each version has its own tensors, the string is the version's number, because a ref may move before the version is opened.
         """
         model = self._catalog.model(name)
         if not model.by_version:
@@ -285,7 +286,7 @@ class Serving:
             files = model.files
         if hold is not None and files is not None and in_image.keys() == files.file_sizes.keys():
             return OpenedVersion(found, files, in_image, hold)
-        # if several replicas have received the version together, each has some of the files in memory, and reads the others
+        # if several replicas have received the version together, each holds some of the files in memory and reads the others
         try:
             opened = None if files is None else self._open_elsewhere(name, found, files, asked_ms)
             if opened is None:
@@ -297,7 +298,7 @@ class Serving:
         return opened if hold is None else opened.partly_from(in_image, hold)
 
     def _find(self, name: ModelName, version: str) -> tuple[Version, History | None]:
-        """A version, and the history that has it. Without a history, only versions in memory can be read."""
+        """A version, and the history that contains it. Without a history, only versions in memory can be read."""
         heads, here = self._catalog.heads, self._catalog.in_memory(name, version)
         numbered = here is not None and version != REF_LIVE
         head = heads.read_lately(name, _LATELY_SECONDS) if numbered else None
@@ -315,7 +316,7 @@ class Serving:
     def _open_elsewhere(
         self, name: ModelName, found: Version, layout: FilesLayout, asked_ms: int
     ) -> OpenedVersion | None:
-        """Open a version that is not durable with its files on other replicas; None if it has none there."""
+        """Open a version that is not durable and has files on other replicas; None if it has no files there."""
         elsewhere = self._shared.files_elsewhere(name, found.number)
         if elsewhere is None:
             return None
@@ -356,8 +357,8 @@ class Serving:
                 damaged = {name: file.identity for name, file in sources.items() if file.damaged}
                 if damaged:
                     again = open_it()
-                    # until all damaged files are restored, keep the old sources: only they know which parts are damaged, and refuse
-                    # reads of these that are too small to be compared with a digest
+                    # until all damaged files are restored, keep the old sources: only they know which parts are damaged, and reject reads
+                    # of these parts that are too small to be compared with a digest
                     if all(again[1][name].identity != identity for name, identity in damaged.items()):
                         files, sources = self._opened.put_instead(key, opened, again)
         except BaseException:

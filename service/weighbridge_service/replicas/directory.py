@@ -1,8 +1,8 @@
 """Directory of the replicas of the service over one store, for a replica that leaves while the store is unavailable.
 
-Each replica with an address writes an object ``replicas/<boot>`` with that address and an expiry, renews it every minute, reads and remembers
-the objects of the others, and deletes its own when it stops. A new replica calls the others at its start, so that they know it at once.
-The directory is only a hint: a replica in it may refuse a call, or be gone.
+Each replica with an address writes an object ``replicas/<boot>`` with that address and an expiry, renews it every minute, reads and
+remembers the objects of the others, and deletes its own when it stops. A new replica calls the others at its start, so that they know it at
+once. The directory is only a hint: a replica in it may refuse a call, or may no longer exist.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _RENEW_SECONDS = 60.0
 _VALID_MS = 300_000
 _KEPT_MS = 86_400_000
-"""Milliseconds after which an expired entry is deleted by another replica."""
+"""Milliseconds after which another replica deletes an expired entry."""
 _CLOSE_SECONDS = 2.0
 """Seconds for which a stopping process waits until its entry is deleted."""
 
@@ -62,10 +62,10 @@ class ReplicaEntry:
 
 
 def others_of(home: Home, entries: Iterable[ReplicaEntry], now_ms: int) -> tuple[Home, ...]:
-    """The replicas that a replica may call, the one with the latest expiry first; one for each address.
+    """The replicas that a replica may call, one for each address. The replica with the latest expiry comes first.
 
     Args:
-        home: the calling replica, which is left out.
+        home: the calling replica, which is excluded.
         entries: entries of replicas.
         now_ms: current time in milliseconds since 1970 UTC.
     """
@@ -103,7 +103,7 @@ class Directory:
         self._left: set[Home] = set()  # until their entries are gone
         self._met: dict[
             Home, ReplicaEntry
-        ] = {}  # since the last refresh began, which may have read the store before their entries were written
+        ] = {}  # since the start of the last refresh, which may have read the store before their entries were written
         self._read_at_ms = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="directory", daemon=True)
@@ -119,17 +119,17 @@ class Directory:
             self._thread.join(_CLOSE_SECONDS)
 
     def others(self) -> tuple[Home, ...]:
-        """The other replicas, as last read from the store; stopping replicas come last. Does not read the store."""
+        """The other replicas, as last read from the store. Stopping replicas come last. Does not read the store."""
         with self._lock:
             known = others_of(self._home, self._known.values(), self._read_at_ms)
             return tuple(sorted(known, key=self._left.__contains__))
 
     def staying(self) -> frozenset[Home]:
-        """The other replicas without those that have announced that they stop."""
+        """The other replicas, except those that have announced that they are stopping."""
         return frozenset(self.others()) - self._left
 
     def left(self, home: Home) -> bool:
-        """Record that another replica has announced that it stops. Returns whether this was new."""
+        """Record that another replica has announced that it is stopping. Returns whether this was new."""
         with self._lock:
             known = home in self._left
             self._left.add(home)
@@ -145,7 +145,7 @@ class Directory:
         """Renew this replica's entry, and read those of the others.
 
         Raises:
-            WeighbridgeError: the store is unavailable; the known replicas stay as they were.
+            WeighbridgeError: the store is unavailable. The known replicas are unchanged.
         """
         entry = ReplicaEntry(self._home, self._clock() + _VALID_MS)
         with self._lock:

@@ -1,7 +1,7 @@
 """Heartbeat of replicas that receive versions together: they exchange progress, and detect lost replicas.
 
-There is one heartbeat for each process. It calls each replica with which it shares a version once a second, and at once when something has
-changed here. The progress comes from and goes to the push sessions (`SharedPushes`). The store is not involved.
+Each process has one heartbeat. It calls each replica with which it shares a version once a second, and immediately after a change in this
+process. The push sessions (`SharedPushes`) supply and receive the progress. The heartbeat does not use the store.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class SharedPushes(Protocol):
     """The versions that a process receives together with other replicas. Thread-safe."""
 
     def shared(self) -> Sequence[SharedPush]:
-        """Shared pushes that have not ended, as far as this process knows."""
+        """Shared pushes that, to this process's knowledge, have not ended."""
 
     def progress(self, model: str, number: int, claim: str) -> Sequence[Progress]:
-        """Progress or outcome of this replica's parts of a version; empty if it has none under this claim."""
+        """Progress or outcome of this replica's parts of a version; empty if it has no parts under this claim."""
 
     def heard(self, sender: Home, progress: Progress) -> None:
-        """Record the progress of another replica. Known progress, and progress under another agreement, change nothing."""
+        """Record the progress of another replica. Known progress and progress under another agreement are ignored."""
 
     def lost(self, replica: Home, error: VersionFailed) -> None:
         """Record that another replica is lost, with everything that it has not written to the store."""
@@ -55,7 +55,7 @@ class _Peer:
         health: liveness of the replica.
         busy: whether a thread is calling it; that thread owns the fields other than `busy` and `again`.
         again: whether to call it once more after the current call.
-        shared: parts of versions that were sent, but whose outcome was not sent yet.
+        shared: parts of versions whose progress was sent but whose outcome was not sent yet.
         delivered: parts whose written files were sent.
     """
 
@@ -72,8 +72,8 @@ class Heartbeat:
     Args:
         links: connections to other replicas.
         pushes: source of this replica's progress, and receiver of the others'.
-        news: set by the process when something has changed that must be sent at once.
-        silent_s: seconds without an answer after which a replica is lost; one whose process has ended is detected sooner.
+        news: the process sets it when a change must be sent at once.
+        silent_s: seconds without a response after which a replica is lost. If its process has ended, the loss is detected sooner.
         clock: returns seconds of a monotonic clock.
         beat_s: seconds between two exchanges without news.
     """
@@ -135,7 +135,7 @@ class Heartbeat:
                 self._pool.submit(self._call, home, peer)
 
     def _call(self, home: Home, peer: _Peer) -> None:
-        """Call one replica, and again for as long as `again` was set during the call."""
+        """Call one replica, and repeat the call as long as `again` is set during it."""
         while True:
             try:
                 self._call_once(home, peer)

@@ -36,10 +36,10 @@ class Links:
     Args:
         home: this process.
         credentials: credentials of this process.
-        left: called with a replica whose response announces that it stops.
+        left: called with each replica whose response announces that it is stopping.
 
     Attributes:
-        leaving: whether each exchange announces that this process stops.
+        leaving: whether each exchange announces that this process is stopping.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Links:
             other: the other replica.
             progress: progress of each part, and whether to include the written files.
             engines: reports of engines to forward.
-            leaving: whether to announce that this process stops, also before the attribute `leaving` is set.
+            leaving: whether to announce that this process is stopping, even before the attribute `leaving` is set.
 
         Returns:
-            The replica that has answered, which may be another process at the same address, and its progress; with ``leaving``, its progress
-            with all versions that it shares with this replica.
+            The replica that responded, which may be another process at the same address, and its progress. With ``leaving``, the progress
+            covers all versions that it shares with this replica.
 
         Raises:
             WeighbridgeError: the replica cannot be reached, or refuses.
@@ -91,7 +91,7 @@ class Links:
         return answered, [each for each in found if each is not None]
 
     def take_over(self, other: Home, request: pb.TakeOverRequest, seconds: float) -> None:
-        """Ask another replica to take a version over, and wait until it has.
+        """Ask another replica to take over a version, and wait until it has done so.
 
         Args:
             other: the other replica.
@@ -144,7 +144,7 @@ class Links:
         return bytes(found)
 
     def close(self) -> None:
-        """Close all connections. Calls under way fail."""
+        """Close all connections. Calls in progress fail."""
         with self._lock:
             connections, self._connections = self._connections, {}
         for each in connections.values():
@@ -152,7 +152,7 @@ class Links:
 
     def _to(self, address: str) -> bulk.Connections:
         with self._lock:
-            # streams have a connection of their own, so that heartbeats do not queue behind megabytes of weights
+            # streams use a separate connection, so that heartbeats do not queue behind megabytes of weights
             return self._connections.setdefault(
                 address, bulk.Connections(Addresses([address]), 1, self._credentials)
             )

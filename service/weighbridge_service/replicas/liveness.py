@@ -10,8 +10,8 @@ class SilenceLimits:
     """Timeouts after which a replica is lost.
 
     Attributes:
-        refused_s: seconds for which its address refuses connections, which means that its process has ended.
-        silent_s: seconds for which it does not answer: its machine may have ended, or the network may be partitioned.
+        refused_s: seconds during which its address refuses connections. Its process has then ended.
+        silent_s: seconds during which it does not respond. Its machine may be down, or the network may be partitioned.
     """
 
     refused_s: float
@@ -23,19 +23,19 @@ class Liveness:
     """Liveness of a replica. Times are in seconds of a monotonic clock.
 
     Attributes:
-        heard_s: time of its last answer, or of the first call to it.
-        refused_s: time since when its address refuses connections; None if it does not.
+        heard_s: time of its last response, or of the first call to it.
+        refused_s: time since which its address has refused connections; None if it accepts them.
     """
 
     heard_s: float
     refused_s: float | None = None
 
     def answered(self, now_s: float) -> Liveness:
-        """The liveness after a call that it answered."""
+        """The liveness after a successful call."""
         return Liveness(now_s)
 
     def failed(self, now_s: float, *, refused: bool) -> Liveness:
-        """The liveness after a call that failed; ``refused`` is whether its address refused a connection."""
+        """The liveness after a failed call. ``refused`` states whether its address refused a connection."""
         if not refused:
             return replace(self, refused_s=None)
         return replace(self, refused_s=now_s if self.refused_s is None else self.refused_s)

@@ -1,4 +1,4 @@
-"""Files that other replicas own, as sources for reading a version before it is durable.
+"""Files that other replicas own. They are sources for reading a version before it is durable.
 
 They are read in blocks through the same cache, and with the same read-ahead, as files of a remote store. If the owner does not return a
 block, there are three cases: another replica has taken its files over and returns the block; the version has become durable, and the block is
@@ -29,8 +29,9 @@ class PeerFiles:
     Args:
         links: connections to other replicas.
         cache: cache of blocks.
-        store: store that has the files once the version is durable.
-        patience_seconds: seconds for which a block is retried while its owner does not answer and the version is neither durable nor failed.
+        store: store that contains the files once the version is durable.
+        patience_seconds: seconds for which a block is retried while its owner does not respond and the version is neither durable nor
+            failed.
 
     Attributes:
         bytes_read: number of bytes read from other replicas.
@@ -70,7 +71,7 @@ class PeerFiles:
             is_durable: returns whether the version can now be read from the store. Raises VersionFailed if the version has failed.
 
         Raises:
-            ResourceExhausted, Unavailable: the cache has no room for them.
+            ResourceExhausted, Unavailable: the cache does not have space for them.
         """
         fetch = partial(self._fetch, model, number, claim, owner_of, is_durable)
         return dict(self._cache.open(f"{model}@{number}", sizes, fetch, {}))

@@ -20,7 +20,7 @@ class Stage(IntEnum):
     RECEIVING = pb.PUSH_STAGE_RECEIVING
     """Bytes of its files are still missing."""
     COMPLETE = pb.PUSH_STAGE_COMPLETE
-    """All bytes have arrived, and cannot change any more."""
+    """All bytes have arrived and can no longer change."""
     WRITTEN = pb.PUSH_STAGE_WRITTEN
     """Its files are in the object store."""
     PUBLISHED = pb.PUSH_STAGE_PUBLISHED
@@ -42,7 +42,7 @@ class Progress:
         stage: stage of the part.
         share: number of the replica that the part was assigned to at first.
         handovers: number of handovers of the part between replicas.
-        written: files that the replica has written; None if there are none, or if they are not included.
+        written: files that the replica has written; None if it has not written any, or if they are not included.
         error: reason why the version failed or was aborted.
         nonfinite: number of elements that are known to be NaN or infinite.
     """
@@ -64,7 +64,7 @@ class Progress:
 
     @property
     def key(self) -> tuple[str, int, str, int]:
-        """Key of the part: that of its version, and the number of the share."""
+        """Key of the part: the key of its version, and the number of the share."""
         return *self.version, self.share
 
 

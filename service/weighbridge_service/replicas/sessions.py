@@ -1,4 +1,4 @@
-"""Push sessions as seen by other replicas: their progress, and the files that this replica has in images."""
+"""Push sessions as other replicas see them: their progress, and the files that this replica holds in images."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COUNT_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class FilesElsewhere:
-    """Files of a version that is visible but not durable yet, which are in images of other replicas.
+    """Files of a visible version that is not durable yet. They are in images of other replicas.
 
     Attributes:
         claim: claim of the agreement between the replicas.
@@ -74,7 +74,7 @@ class SharedSessions:
                     session.post(on.ReplicaLost(number, error))
 
     def count_on(self, replicas: frozenset[Home]) -> None:
-        """Make all sessions that have not agreed yet count only on these other replicas. Waits at most `_COUNT_SECONDS` for the sessions."""
+        """Make all sessions without an agreement count only on these other replicas. Waits at most `_COUNT_SECONDS` for the sessions."""
         counting = [each for each in self._registry.all() if not _counts_on(each.state, replicas)]
         asked = [
             each.asked(lambda state: _counts_on(state, replicas) or None, on.Staying(replicas))
@@ -120,19 +120,19 @@ class SharedSessions:
         return state.phase is Phase.PUBLISHED
 
     def _pushes(self, model: str, number: int, claim: str) -> list[tuple[Push, Agreement]]:
-        """The pushes of a version under this claim, first the one of this replica's own part."""
+        """The pushes of a version under this claim. The push of this replica's own part comes first."""
         pushes = self._registry.of_version(ModelName.parse(model), number)
         found = [(push, push.state.agreed) for push in pushes]
         return [(push, agreed) for push, agreed in found if agreed is not None and agreed.claim == claim]
 
 
 def _counts_on(state: PushState, replicas: frozenset[Home]) -> bool:
-    """Whether a push has ended, or does not count on replicas other than these."""
+    """Whether a push has ended or counts on these replicas only."""
     return state.phase in FINAL or state.declarations.counting_on(replicas) is state.declarations
 
 
 def _hear(session: PushSession, sender: Home, progress: Progress) -> None:
-    """Post the progress of another replica, with its own part or one that it has taken over, to a session."""
+    """Post the progress of another replica to a session. The progress is that of its own part or of a part that it has taken over."""
     replica = progress.share
     session.post(on.ShareMoved(replica, sender, progress.handovers))
     agreed = session.state.agreed

@@ -1,4 +1,4 @@
-"""Takeovers of versions between replicas: the call by the leaving replica, and the takeover by its successor."""
+"""Takeovers of versions between replicas: the call that the leaving replica makes, and the takeover by its successor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _READS = 4
 _TOLD_AT_ONCE = 8
 """Number of replicas that are notified concurrently."""
 _ASK_AGAIN_SECONDS = 5.0
-"""Seconds for which a takeover is retried at a replica that does not answer."""
+"""Seconds for which a takeover is retried if the other replica does not respond."""
 
 
 class KnownReplicas:
@@ -68,7 +68,7 @@ class KnownReplicas:
             return frozenset()
         with ThreadPoolExecutor(min(len(others), _TOLD_AT_ONCE)) as pool:
             counted_on = frozenset[tuple[str, int]]().union(*pool.map(self._leave, others))
-        self._links.leaving = True  # replicas that appear later learn it with their first exchange
+        self._links.leaving = True  # replicas that appear later learn this with their first exchange
         return counted_on
 
     def _leave(self, other: Home) -> frozenset[tuple[str, int]]:
@@ -80,7 +80,9 @@ class KnownReplicas:
         return frozenset(progress.version[:2] for progress in shared)
 
     def hand_over(self, to: Home, version: HandedVersion, seconds: float, memory_wait: float) -> None:
-        """See `Successors`. Retries if a response may have been lost; a replica that has taken the version over answers a retry at once."""
+        """See `Successors`. Retries if a response may have been lost. A replica that has already taken the version over responds to a retry
+        at once.
+        """
         request = handed_to_proto(version, memory_wait)
         deadline = time.monotonic() + seconds
         patience = rpc.Patience(min(_ASK_AGAIN_SECONDS, seconds))
@@ -94,7 +96,7 @@ class KnownReplicas:
 
 
 class Takeovers:
-    """Takes versions over from replicas that leave. Thread-safe.
+    """Takes over versions from replicas that leave. Thread-safe.
 
     Args:
         taking_over: receiver of the versions.
@@ -108,22 +110,22 @@ class Takeovers:
     def take_over(
         self, sender: Home, version: HandedVersion, memory_wait: float, go_on: Callable[[], bool]
     ) -> None:
-        """Read files of a version from another replica's image, and become their owner.
+        """Read files of a version from another replica's image, and become the owner of these files.
 
         Other replicas with a share are notified before the leaving replica gets its response, so that they do not treat its share as lost
         once it has stopped.
 
         Args:
             sender: the leaving replica.
-            version: the version, or share of one, that it hands over.
+            version: the version, or share of a version, that it hands over.
             memory_wait: maximum seconds to wait for memory.
             go_on: returns whether the sender still waits for the response.
 
         Raises:
             FailedPrecondition: this replica is leaving, too.
-            Unavailable: the sender does not wait any more.
+            Unavailable: the sender no longer waits.
             AlreadyExists: this replica already had the version, and it has failed or belongs to another push.
-            ResourceExhausted: there is no memory for the files.
+            ResourceExhausted: the memory is too small for the files.
             WeighbridgeError: the bytes of the files could not be read.
         """
         key = version.key
@@ -152,7 +154,7 @@ class Takeovers:
         self._tell_others(sender, version)
 
     def _tell_others(self, sender: Home, version: HandedVersion) -> None:
-        """Notify the other replicas of the new owner of a share. Replicas that cannot be reached learn it from the next heartbeat."""
+        """Notify the other replicas of the new owner of a share. Unreachable replicas learn this from the next heartbeat."""
         home, share = self._links.home, version.share
         if share is None:
             return
@@ -202,7 +204,7 @@ def handed_from_proto(message: pb.TakeOverRequest) -> HandedVersion:
 
     Raises:
         InvalidArgument: the message is malformed.
-        FailedPrecondition: this release lays out the files of the model differently.
+        FailedPrecondition: this release uses a different layout for the model's files.
     """
     sent = message.registration
     try:
@@ -224,7 +226,7 @@ def handed_from_proto(message: pb.TakeOverRequest) -> HandedVersion:
 
 
 def _listed_from_proto(sent: Iterable[resources_pb2.TensorSpec], digest: str) -> ListedTensors | None:
-    """Decode a list of tensors, and verify its digest. None if the digest is empty. Raises InvalidArgument if it does not match."""
+    """Decode a list of tensors and verify its digest. Returns None if the digest is empty. Raises InvalidArgument if it does not match."""
     if not digest:
         return None
     listed = ListedTensors.of(map(wire.spec_from_proto, sent))

@@ -1,6 +1,6 @@
-"""Memory plan of one service: the budget for images, the service's own needs, and the consequences for pushes.
+"""Memory plan of one service: the budget for images, the service's own needs, and the effects on pushes.
 
-Pure: the caller passes readings of the machine and figures of the image pool.
+All functions are pure: the caller passes readings of the machine and figures of the image pool.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weighbridge_storage.memory.memory_limits import HOST, UNLIMITED, DiskReadin
 from weighbridge_storage.memory.regions import PAGE
 
 PROCESS_BYTES = 1 << 30
-"""Memory of a service without images and weights in flight: 0.35 GB at rest, and the plans of some of the largest models."""
+"""Memory of a service without images and weights in flight: 0.35 GB when idle, plus the plans of some of the largest models."""
 _LEAST_RESERVE = 128 << 20
 """Memory that is kept free even if the process has grown beyond its expected size."""
 _ROUND = 1 << 20
@@ -36,7 +36,7 @@ _FILE_BYTES = 4 << 30
 MAKE_ROOM = "make room, or let fewer versions be kept: weighbridge retention MODEL --keep-last N"
 """Remedy for a full disk."""
 _LONG_SECONDS = 300.0
-"""A reader that keeps an otherwise unused version for longer than this probably does not need it any more."""
+"""A reader that holds an otherwise unused version for longer than this probably no longer needs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class MemoryBudget:
 
     Attributes:
         nbytes: the budget in bytes.
-        chosen: whether an operator has set it; else it was computed from the machine's limits.
+        chosen: whether an operator has set it; otherwise it was computed from the machine's limits.
         why: origin of the budget, as a clause for messages.
     """
 
@@ -86,12 +86,12 @@ class MemoryBudget:
 def choose_budget(asked: int | None, reading: MemoryReading, needs: Needs) -> MemoryBudget:
     """The memory budget of a starting service.
 
-    By default it is the memory that the control group leaves, less the service's own needs. If the whole machine is the tightest limit, it is
-    half of that, because other programs use the machine, too. A budget from the operator is used unchanged, even if it exceeds the machine's
-    memory: limits of containers can be raised while they run, and memory is taken only if it is available.
+    The default is the memory that the control group leaves, minus the service's own needs. If the whole machine is the tightest limit, the
+    default is half of that, because other programs also use the machine. A budget from the operator is used unchanged, even if it exceeds
+    the machine's memory: limits of containers can be raised while they run, and memory is taken only if it is available.
 
     Args:
-        asked: budget from the operator; None if there is none.
+        asked: budget from the operator; None if the operator did not set one.
         reading: limits of the machine.
         needs: needs of the service.
     """
@@ -118,11 +118,11 @@ class MemoryReport:
         budget: budget of images.
         needs: needs of the service itself.
         reading: limits of the machine, the process and its control groups.
-        memory: room for images in memory.
-        disk: room for images in the scratch folder.
+        memory: space for images in memory.
+        disk: space for images in the scratch folder.
         scratch: file system of the scratch folder.
         read_cache: bytes of blocks in the read cache.
-        read_cache_budget: maximum of these bytes; 0 if the store is a folder, which needs no cache.
+        read_cache_budget: maximum of these bytes; 0 if the store is a folder, which does not need a cache.
         holdings: images and their holders.
         waiting: pushes that wait for an image.
     """
@@ -197,7 +197,7 @@ def check_budget(budget: MemoryBudget, memory: Space) -> Check:
 
 
 def check_scratch(scratch: DiskReading, disk: Space) -> Check:
-    """Check that versions can go to disk when memory has no room for them."""
+    """Check that versions can go to disk when they do not fit into memory."""
     what = str(scratch)
     if scratch.in_memory:
         return Check.warn(
@@ -214,7 +214,7 @@ def check_scratch(scratch: DiskReading, disk: Space) -> Check:
 
 
 def check_read_cache(scratch: DiskReading, used: int, budget: int) -> Check:
-    """Check that the disk has room for the read cache to grow to its budget."""
+    """Check that the disk has space for the read cache to grow to its budget."""
     missing = budget - used
     what = f"{readable_size(used)} of {readable_size(budget)} are in use"
     if missing > scratch.available:
@@ -227,7 +227,7 @@ def check_read_cache(scratch: DiskReading, used: int, budget: int) -> Check:
 
 
 def check_images(waiting: Sequence[Waiting], holdings: Sequence[Holding]) -> Check:
-    """Check that no push waits for memory, and that readers do not hold images for long that no version needs."""
+    """Check that no push waits for memory, and that readers do not hold unneeded images for long."""
     held = "; ".join(map(str, holdings)) or "nothing"
     if waiting:
         return Check.warn(
@@ -252,7 +252,9 @@ def _seconds_unneeded(holding: Holding) -> float:
 
 
 def check_model(model: ModelSize, report: MemoryReport) -> Check:
-    """Check that two pushes of a model fit into memory. The message has the size of a version, and where a push now would put it."""
+    """Check that two pushes of a model fit into memory. The message contains the size of a version, and the place where a push would now
+    put it.
+    """
     memory, disk, nbytes = report.memory, report.disk, model.nbytes
     others = sum(h.nbytes for h in report.holdings if h.in_memory and h.owner.model != model.name)
     room = max(memory.ceiling - others, 0)
@@ -272,7 +274,7 @@ def check_model(model: ModelSize, report: MemoryReport) -> Check:
 
 
 def _how_many(nbytes: int, room: int) -> str:
-    """Number of pushes of a model that fit into memory beside the live version, as a clause."""
+    """Number of pushes of a model that fit into memory next to the live version, as a clause."""
     fitting = room // nbytes
     if fitting == 0:
         return "not even one fits there"
@@ -293,7 +295,7 @@ def check_store_disk(store: DiskReading, largest: int) -> Check:
 
     Args:
         store: file system of the store's folder.
-        largest: bytes of a version of the largest model; 0 if there is no model.
+        largest: bytes of a version of the largest model; 0 if the store has no models.
     """
     if store.available < largest:
         return Check.fail(

@@ -11,7 +11,9 @@ from pathlib import Path
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _KEEP_BYTES = 256 << 20
 _KEEP_AT_END_BYTES = 32 << 20
-"""Free bytes that stay at the top of each of the allocator's arenas. For arenas of threads, only this threshold returns memory to the system."""
+"""Free bytes that stay at the top of each of the allocator's arenas. Arenas of threads return memory to the system only above this
+threshold.
+"""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _COLLECT_AFTER = (50_000, 20, 100)
 
@@ -49,13 +51,15 @@ def give_back(kept: int, growth: int) -> int:
 
 
 def trim() -> None:
-    """Return freed memory to the system. Takes 1 to 20 ms for some hundred MiB."""
+    """Return freed memory to the system. Takes 1 to 20 ms for a few hundred MiB."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def settle() -> None:
-    """Collect garbage of startup and imports once, and exclude the objects that are left from later collections, because they stay."""
+    """Collect garbage from startup and imports once, and exclude the remaining objects from later collections, because they are never
+    freed.
+    """
     gc.collect()
     gc.freeze()
 
