@@ -1,6 +1,6 @@
 """Stores by location.
 
-This is the only module that knows every kind of store; a further kind is added here and in `stores`.
+Only this module knows every kind of store. To add a kind, extend this module and `stores`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from weighbridge_storage.stores.s3.settings import is_s3, parse_location
 
 
 def is_remote(location: object) -> bool:
-    """Whether a store is on another machine: reads are cached on a local disk, and scratch data cannot lie beside it."""
+    """Whether a store is on another machine. Its reads are then cached on a local disk, and scratch data cannot be stored next to it."""
     return is_s3(location)
 
 
 def shown(location: str | os.PathLike[str]) -> str:
-    """A location for messages: without options, and a folder as an absolute path. Raises InvalidArgument if it is malformed."""
+    """A location for messages: without options, and with an absolute path if it is a folder. Raises InvalidArgument if it is malformed."""
     return str(parse_location(str(location)) if is_s3(location) else Path(location).absolute())
 
 
 def check_url(location: str) -> None:
-    """Refuse a URL of no known kind of store. Raises InvalidArgument."""
+    """Raise InvalidArgument for a URL of an unknown kind of store."""
     if not is_s3(location):
         raise InvalidArgument("is neither a folder nor s3://BUCKET/PREFIX")
 
@@ -43,7 +43,7 @@ def open_store(location: str | os.PathLike[str]) -> ObjectStore:
     """
     if not is_s3(location):
         return LocalStore(location)
-    # boto3 takes a while to import, and is only needed for S3.
+    # boto3 is slow to import, and needed only for S3.
     from weighbridge_storage.stores.s3.store import S3Store
 
     return S3Store(parse_location(str(location)))

@@ -1,7 +1,7 @@
-"""Pool of threads that are started as work comes, and end after some idle time.
+"""Pool of threads. Threads start when work arrives, and end after some idle time.
 
-They are daemons: `concurrent.futures` joins its threads when the interpreter exits, and work that hangs, say in a call of a store, would
-keep the process from exiting.
+The threads are daemons: `concurrent.futures` joins its threads when the interpreter exits, so work that hangs, for example in a store call,
+would prevent the process from exiting.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CLOSED = Unavailable("the service is shutting down", fix="try again when it is 
 
 
 class Line(Generic[T]):
-    """A FIFO queue. A subclass may serve in another order. Not thread-safe."""
+    """A FIFO queue. A subclass may use another order. Not thread-safe."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
@@ -38,7 +38,7 @@ class Line(Generic[T]):
         self._items.append(item)
 
     def take(self) -> T:
-        """Remove the next item. Raises IndexError if there is none."""
+        """Remove and return the next item. Raises IndexError if the queue is empty."""
         return self._items.popleft()
 
     def discard(self, key: Any, item: T) -> bool:
@@ -50,7 +50,7 @@ class Line(Generic[T]):
 
 
 class Work(Future[T]):
-    """Work of a pool, and its result. Cancelling it releases the work's references at once."""
+    """Work of a pool, and its result. Cancelling releases the work's references at once."""
 
     def __init__(self, work: Callable[[], T], drop: Callable[[Work[T]], object]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Work(Future[T]):
         return cancelled
 
     def do(self) -> None:
-        """Run it in this thread, unless it was cancelled."""
+        """Run the work in this thread, unless it was cancelled."""
         work, self._work = self._work, None
         if work is None or not self.set_running_or_notify_cancel():
             return
@@ -82,10 +82,10 @@ class ThreadPool:
 
     Args:
         name: name of the threads.
-        most: most threads at a time.
+        most: maximum number of concurrent threads.
         line: queue of waiting work; by default a FIFO queue.
-        most_waiting: most work that may wait for a thread.
-        idle_seconds: how long a thread waits for work before it ends.
+        most_waiting: maximum number of calls that may wait for a thread.
+        idle_seconds: seconds that a thread waits for work before it ends.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class ThreadPool:
         self._closed = False
 
     def submit(self, work: Callable[[], T], key: Any = None) -> Future[T]:
-        """Queue some work; it can be cancelled until it begins.
+        """Queue work. It can be cancelled until it begins.
 
         Args:
             work: called in one of the threads.
-            key: its client, where the queue distinguishes them.
+            key: client of the work, if the queue distinguishes clients.
 
         Raises:
-            ResourceExhausted: too much work waits, or the system has no thread for it.
+            ResourceExhausted: too much work is waiting, or the system cannot start a thread for it.
             Unavailable: the pool has been closed.
         """
         found = Work(work, partial(self._drop, key))
@@ -140,7 +140,7 @@ class ThreadPool:
         return found
 
     async def run(self, work: Callable[[], T], key: Any = None) -> T:
-        """Run some work in a thread, in the context of this task. If the task is cancelled, work that has begun goes on and its result is
+        """Run work in a thread, in the context of this task. If the task is cancelled, work that has begun continues and its result is
         dropped.
 
         Args and errors are those of `submit`.
@@ -148,7 +148,7 @@ class ThreadPool:
         return await asyncio.wrap_future(self.submit(partial(copy_context().run, work), key))
 
     def close(self, seconds: float | None = 0.0) -> None:
-        """Refuse new and waiting work, then wait up to so many seconds for running work; None waits until it ends."""
+        """Reject new and waiting work, then wait up to ``seconds`` for running work. None waits until it ends."""
         with self._changed:
             self._closed = True
             refused = [self._waiting.take() for _ in range(len(self._waiting))]
@@ -167,11 +167,11 @@ class ThreadPool:
         more = 0
         while (taken := self._take(more)) is not None:
             taken.do()
-            del taken  # its result must not wait for the next work
+            del taken  # its result must not be kept until the next work arrives
             more = 1
 
     def _take(self, more: int) -> Work[Any] | None:
-        """The next work; None to end the thread. ``more``: threads that this call makes idle."""
+        """The next work; None to end the thread. ``more`` is the number of threads that this call makes idle."""
         with self._changed:
             self._idle += more
             self._changed.wait_for(lambda: self._waiting or self._closed, self._idle_seconds)

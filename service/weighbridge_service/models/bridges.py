@@ -206,7 +206,7 @@ class Bridge:
         return found
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """How tensor parallelism cuts each Hugging Face tensor, ``colwise`` or ``rowwise``. Tensors without an entry are not cut.
+        """Tensor-parallel cut of each Hugging Face tensor, ``colwise`` or ``rowwise``. Tensors without an entry are not cut.
 
         Raises:
             InvalidArgument: the family's own code failed to return its plan.

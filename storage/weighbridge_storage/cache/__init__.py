@@ -3,7 +3,7 @@
 May import: `memory`, `stores.objects`, `weighbridge`.
 
 - `block_cache`: reader of remote files through the cache.
-- `block_books`: which blocks are there, and which goes next.
+- `block_books`: cached blocks, and the order of eviction.
 - `block_file`: file on disk that holds blocks.
-- `strides`: blocks that a strided box lies in; pure.
+- `strides`: blocks that contain a strided box (pure functions).
 """

@@ -1,8 +1,8 @@
-"""Books of blocks of files: the blocks that are cached, their pins, and the order of eviction.
+"""Bookkeeping of blocks of files: the cached blocks, their pins, and the order of eviction.
 
-Nothing here does I/O, waits or locks: `block_cache` calls it under a lock. A block that a reader copies from, or will read soon,
-is **pinned** and stays; of the others, the least recently used is evicted first. A block counts against the budget from the moment
-it is asked for.
+This module does not do I/O, wait or lock: `block_cache` calls it while it holds a lock. A block that a reader copies from or will read soon
+is **pinned** and stays cached. Among the other blocks, the least recently used is evicted first. A block counts against the budget from the
+moment it is requested.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ Key: TypeAlias = tuple[str, int]
 
 
 class Block(Generic[Owner]):
-    """One block, from the moment it is asked for.
+    """One block, from the moment it is requested.
 
     Args:
         owner: files of the version that the block belongs to.
         among: the owner's cached blocks, by key.
         key: file and number.
-        offset: of its first byte in the file.
+        offset: offset of its first byte in the file.
         nbytes: its length; at least one.
 
     Attributes:
-        room: bytes that it takes on disk.
+        room: bytes that it occupies on disk.
         pins: number of its pins.
         ahead: number of these pins that only prefetch it.
-        begun: whether a thread fetches it or has fetched it, or it was struck off unfetched.
-        arrived: whether its bytes are on disk; they may be compared with a digest from then on, before readers may use them.
-        ended: set when the block can be read, or has failed.
-        error: the error with which it failed.
+        begun: whether a thread fetches it or has fetched it, or it was removed before it was fetched.
+        arrived: whether its bytes are on disk. They may then be compared with a digest before readers may use them.
+        ended: set when the block can be read or has failed.
+        error: error with which it failed.
         suspect: whether its bytes may be wrong; the block is then evicted with its last pin.
     """
 
@@ -67,9 +67,9 @@ class BlockBooks(Generic[Owner]):
     """All blocks of a cache, within a budget.
 
     Args:
-        budget: most bytes of all blocks together. At most half of it goes to prefetched blocks.
-        discard: gives back a block's room on disk. It is called before any reader can ask for the block anew, so that new bytes
-            do not fall into the hole.
+        budget: maximum bytes of all blocks together. Prefetched blocks use at most half of it.
+        discard: frees a block's disk space. It is called before any reader can request the block again, so that new bytes are not written
+            into the hole.
 
     Attributes:
         used: bytes of all blocks.
@@ -82,7 +82,7 @@ class BlockBooks(Generic[Owner]):
         self._discard = discard
         self._idle: OrderedDict[Block[Owner], None] = (
             OrderedDict()
-        )  # there, and not pinned; the longest unused first
+        )  # cached and not pinned; the least recently used first
         self._idle_bytes = 0
         self._ahead_bytes = 0
         self.used = 0
@@ -90,10 +90,10 @@ class BlockBooks(Generic[Owner]):
         self.misses = 0
 
     def pin(self, wanted: Sequence[Block[Owner]], *, ahead: bool) -> list[Block[Owner]] | None:
-        """Pin all of some blocks and return them; if there is no room for them now, change nothing and return None.
+        """Pin all given blocks and return them. If the budget has no space for them now, change nothing and return None.
 
         Args:
-            wanted: new blocks; each is replaced by the cached one of the same key, if there is one.
+            wanted: new blocks; each is replaced by the cached block with the same key, if it exists.
             ahead: whether they are only prefetched.
         """
         blocks = [block.among.get(block.key, block) for block in wanted]
@@ -129,7 +129,7 @@ class BlockBooks(Generic[Owner]):
             block.pins += 1
 
     def unpin(self, block: Block[Owner], *, ahead: bool) -> None:
-        """Remove a pin. A block that loses its last pin before a thread has begun to fetch it is struck off."""
+        """Remove a pin. If a block loses its last pin before a thread has begun to fetch it, the block is removed."""
         block.pins -= 1
         if ahead:
             block.ahead -= 1
@@ -143,7 +143,7 @@ class BlockBooks(Generic[Owner]):
             self.strike_off(block)
 
     def rest(self, block: Block[Owner]) -> None:
-        """Note that a block that can be read has no pins: it may be evicted."""
+        """Record that a readable block has no pins, so it may be evicted."""
         self._idle[block] = None
         self._idle_bytes += block.room
         if block.suspect:
@@ -155,7 +155,7 @@ class BlockBooks(Generic[Owner]):
             self._idle.move_to_end(block, last=False)
 
     def strike_off(self, block: Block[Owner]) -> None:
-        """Remove a block that has no bytes on disk any more."""
+        """Remove a block whose bytes are no longer on disk."""
         del block.among[block.key]
         self.used -= block.room
 

@@ -1,8 +1,8 @@
 """Cache for reads of parts of files in a remote store, as if the files were local.
 
-Files are fetched in blocks, into one sparse file on disk for each version. Two rules keep readers from deadlock. A copy pins all of
-its blocks at once or none of them, and releases them when it ends. And prefetched blocks take at most half of the budget, so that
-there is always room for copies.
+Files are fetched in blocks, into one sparse file on disk for each version. Two rules prevent deadlocks of readers. A copy pins either all
+of its blocks at once or none of them, and releases them when it ends. Prefetched blocks use at most half of the budget, so that there is
+always space for copies.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from weighbridge_storage.stores.objects import ByteArray, error_for
 log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20
-"""Bytes of a block: small enough that the bytes fetched around the edges of a slice cost little."""
+"""Bytes of a block: small enough that the extra bytes fetched at the edges of a slice are cheap."""
 _RUN_BLOCKS = 8
-"""Most adjacent blocks of one GET: with so many, the wait for its first byte matters little."""
+"""Maximum number of adjacent blocks in one GET. With so many, the wait for the first byte is insignificant."""
 FEWEST_BLOCKS = 4
-"""Least blocks of a budget: two for a copy, and two for prefetching."""
+"""Minimum number of blocks in a budget: two for a copy, and two for prefetching."""
 _COPY_BLOCKS = 64
-"""Most blocks that one copy pins; a copy that touches more is split."""
+"""Maximum number of blocks that one copy pins. A copy that touches more is split."""
 _THREADS = 16
 
 Fetch = Callable[[str, int, int], bytes]
@@ -48,10 +48,10 @@ Fetch = Callable[[str, int, int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
-    """Contents of a cache, and totals since it was made.
+    """Contents of a cache, and totals since its creation.
 
     Attributes:
-        nbytes: bytes of its blocks, those being fetched included.
+        nbytes: bytes of its blocks, including blocks that are being fetched.
         fetched: bytes that came from the store.
         hits: requested blocks that were cached and had no pin.
         misses: requested blocks that had to be fetched.
@@ -64,7 +64,7 @@ class CacheUsage:
 
 
 class _Files:
-    """The files of one version: their places in one sparse file, and the blocks that are there."""
+    """The files of one version: their places in one sparse file, and their cached blocks."""
 
     def __init__(
         self,
@@ -97,15 +97,15 @@ def _discard(block: _Block) -> None:
 
 
 class _Use:
-    """Owner of a version's files: is collected with the last `CachedBytes` of the version."""
+    """Owner of a version's files. It is garbage-collected with the last `CachedBytes` of the version."""
 
 
 class BlockCache:
-    """Blocks of files, in a folder, within a budget. Safe to use from many threads.
+    """Blocks of files, in a folder, within a budget. Thread-safe.
 
     Args:
-        folder: folder of the sparse files; is made when it is first needed.
-        budget: most bytes on disk.
+        folder: folder of the sparse files; created when it is first needed.
+        budget: maximum bytes on disk.
         block: bytes of a block; a multiple of the page size.
 
     Raises:
@@ -124,7 +124,7 @@ class BlockCache:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="read-cache")
         self._changed = threading.Condition()
         self._books: BlockBooks[_Files] = BlockBooks(budget, _discard)
-        self._forgotten: deque[_Files] = deque()  # appended to by finalizers, which may take no lock
+        self._forgotten: deque[_Files] = deque()  # finalizers, which must not take a lock, append to it
         self._fetched = 0
 
     def open(
@@ -134,18 +134,18 @@ class BlockCache:
         fetch: Fetch,
         digests: Mapping[str, Sequence[DigestedRange]],
     ) -> dict[str, CachedBytes]:
-        """The files of a version, with no block fetched yet. When all `CachedBytes` of the version are gone, its blocks are the
-        first to be evicted.
+        """The files of a version. Does not fetch any block yet. When all `CachedBytes` of the version have been freed, its blocks are
+        evicted first.
 
         Args:
-            title: of the version, for messages.
-            sizes: of the files in bytes, by name.
+            title: title of the version, for messages.
+            sizes: sizes of the files in bytes, by name.
             fetch: fetches bytes; its errors are raised to the readers that need the bytes.
-            digests: by file, parts of it, sorted by offset. A part is compared with its digest as soon as all of it has arrived for
-                the first time.
+            digests: parts of each file, by the file's name, sorted by offset. A part is compared with its digest as soon as all of it has
+                arrived for the first time.
 
         Raises:
-            ResourceExhausted, Unavailable: a cache file cannot be made.
+            ResourceExhausted, Unavailable: a cache file cannot be created.
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -156,12 +156,12 @@ class BlockCache:
         return {name: CachedBytes(self, files, use, name) for name in sizes}
 
     def usage(self) -> CacheUsage:
-        """Present contents and totals."""
+        """Current contents and totals."""
         with self._changed:
             return CacheUsage(self._books.used, self._fetched, self._books.hits, self._books.misses)
 
     def close(self) -> None:
-        """Stop prefetching. A file's blocks stay until its readers are gone."""
+        """Stop prefetching. A file's blocks stay until its readers have been freed."""
         self._pool.shutdown(cancel_futures=True)
 
     def copy(
@@ -203,13 +203,13 @@ class BlockCache:
         """Keep blocks pinned and readable inside the context."""
         with self._changed:
             while (blocks := self._pin(files, file, numbers, ahead=False)) is None:
-                # other copies have the room, and they end whatever becomes of this one
+                # other copies use the space, and they end independently of this one
                 self._changed.wait()
         try:
             runs = _runs(block for block in blocks if not block.begun)
             self._begin(runs[1:])
             for run in runs:
-                # in this thread, unless another thread fetches it already: a copy does not queue behind earlier prefetches
+                # in this thread, unless another thread already fetches it: a copy does not queue behind earlier prefetches
                 self._bring(run)
             for block in blocks:
                 block.ended.wait()
@@ -241,7 +241,7 @@ class BlockCache:
                 self._pool.submit(self._bring, run)
 
     def _bring(self, run: Sequence[_Block]) -> None:
-        """Fetch adjacent blocks, except those that another thread fetches already."""
+        """Fetch adjacent blocks, except those that another thread already fetches."""
         with self._changed:
             mine = [block for block in run if not block.begun]
             for block in mine:
@@ -265,7 +265,7 @@ class BlockCache:
                 self._finish(block)
 
     def _finish(self, block: _Block) -> None:
-        """Make a block readable whose bytes have arrived, unless they are known to be wrong."""
+        """Make a block readable after its bytes have arrived, unless they are known to be wrong."""
         file = block.key[0]
         try:
             for part in parts_between(
@@ -301,14 +301,15 @@ class BlockCache:
         """Compare a part with its digest when all of its bytes have arrived for the first time.
 
         Raises:
-            DataLoss: they differ. It is not known which of its blocks are wrong, so all of them are fetched anew.
+            DataLoss: they differ. It is unknown which of its blocks are wrong, so all of them are fetched again.
         """
         with self._changed:
             if part.name in files.checked:
                 return
             blocks: list[_Block] = []
             first, last = part.offset // self._block, (part.offset + part.nbytes - 1) // self._block
-            # begin with the block that was missing last time, or else the last: most tensors arrive in order, and each block comes here
+            # begin with the block that was missing last time, or else with the last block: most tensors arrive in order, and this method
+            # runs for each block
             for number in itertools.chain([files.lacking.get(part.name, last)], range(last, first - 1, -1)):
                 found = files.blocks.get((file, number))
                 if found is None or not found.arrived:
@@ -365,7 +366,7 @@ class CachedBytes(FileBytes):
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes on disk of the cached blocks of all files of the version."""
+        """Bytes that the cached blocks of all files of the version occupy on disk."""
         return self._files.disk.disk_bytes
 
     def copy_to(self, target: ByteArray, offset: int, strides: tuple[int, ...]) -> None:
@@ -380,7 +381,7 @@ class CachedBytes(FileBytes):
 
 
 def _runs(blocks: Iterable[_Block]) -> list[list[_Block]]:
-    """Runs of adjacent blocks of one file, each of at most `_RUN_BLOCKS`; the blocks come in order."""
+    """Runs of at most `_RUN_BLOCKS` adjacent blocks of one file. The blocks must be in order."""
     runs: list[list[_Block]] = []
     for block in blocks:
         last = runs[-1] if runs else None

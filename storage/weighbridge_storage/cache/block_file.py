@@ -1,8 +1,8 @@
-"""File on disk that holds some blocks of a much larger range of bytes, and frees the room of the others.
+"""File on disk that stores some blocks of a much larger range of bytes, and frees the space of the other blocks.
 
-It is sparse: blocks that were not written take no room, and a discarded block becomes a hole again. So every byte lies at its own
-place, however many blocks there are. Nothing is read or written through a mapping: where the disk fails, or is full, that would
-raise SIGBUS.
+The file is sparse: blocks that were not written do not occupy space, and a discarded block becomes a hole again. So every byte has a fixed
+place, regardless of the number of blocks. The file is not read or written through a mapping, which would raise SIGBUS if the disk fails or
+is full.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _UNIT_OF_ST_BLOCKS = 512
 
 
 class BlockFile:
-    """A sparse file without a name, deleted with its last user. Safe to use from many threads.
+    """A sparse file without a name. It is deleted with its last user. Thread-safe.
 
     Args:
         folder: folder of the file; must exist.
-        nbytes: its size; a multiple of the page size, at least one page.
+        nbytes: size of the file; a multiple of the page size, at least one page.
 
     Raises:
-        ResourceExhausted, Unavailable: it cannot be made.
+        ResourceExhausted, Unavailable: the file cannot be created.
     """
 
     def __init__(self, folder: Path, nbytes: int) -> None:
@@ -48,14 +48,14 @@ class BlockFile:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes that it takes on disk now."""
+        """Bytes that it currently occupies on disk."""
         return os.fstat(self._fd).st_blocks * _UNIT_OF_ST_BLOCKS
 
     def write(self, data: bytes, offset: int) -> None:
         """Write bytes at an offset.
 
         Raises:
-            OSError: they could not all be written.
+            OSError: not all bytes could be written.
         """
         view = memoryview(data)
         while view:
@@ -63,7 +63,7 @@ class BlockFile:
             view, offset = view[count:], offset + count
 
     def read_into(self, target: ByteArray, offset: int, strides: tuple[int, ...]) -> None:
-        """Fill an array with bytes; ranges that were not written read as zeros.
+        """Fill an array with bytes. Ranges that were not written contain zeros.
 
         Raises:
             OSError: they cannot be read.
@@ -84,7 +84,7 @@ class BlockFile:
         return digest.hexdigest()
 
     def discard(self, offset: int, nbytes: int) -> None:
-        """Make a hole of whole pages. No thread may be reading there.
+        """Make a hole of whole pages. No thread may read this range at the same time.
 
         Raises:
             OSError: the file system cannot make holes.
@@ -93,11 +93,10 @@ class BlockFile:
 
 
 def check_holes(folder: Path) -> None:
-    """Check that files in a folder can give room back.
+    """Check that files in a folder can free disk space.
 
     Raises:
-        FailedPrecondition: the file system cannot do that.
-        ResourceExhausted, Unavailable: nothing can be written there.
+        FailedPrecondition: the file system does not support holes. ResourceExhausted, Unavailable: the folder cannot be written to.
     """
     try:
         file = BlockFile(folder, mmap.PAGESIZE)

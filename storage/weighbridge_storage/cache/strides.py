@@ -1,4 +1,4 @@
-"""Blocks of a file that a strided box of bytes lies in. Pure."""
+"""Blocks of a file that contain a strided box of bytes. All functions are pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 def blocks_touched(
     offset: int, shape: tuple[int, ...], strides: tuple[int, ...], block: int
 ) -> tuple[int, ...]:
-    """Numbers of the blocks that at least one byte may lie in, ascending.
+    """Numbers, ascending, of the blocks that may contain at least one byte of the box.
 
-    Axes whose bytes are less than a block apart are taken as one run: no block within it can be left out.
+    Axes whose bytes are less than a block apart are treated as one run, because no block within the run can be skipped.
 
     Args:
-        offset: of the first byte.
-        shape: how many bytes on each axis; none if an axis has none.
-        strides: how far apart they are; not negative.
+        offset: offset of the first byte.
+        shape: number of bytes on each axis. If it is 0 for any axis, the box is empty.
+        strides: distances between these bytes; not negative.
         block: bytes of a block; block ``n`` begins at ``n * block``.
     """
     if 0 in shape:

@@ -36,7 +36,7 @@ class Approval:
         approved_ms: time of the approval in milliseconds since 1970 UTC; for a version, of the last one.
         note: the approver's note; may be empty.
         reasons: for a version, the reasons for which it is no longer held; empty for a request.
-        extra: the fields that this release does not know.
+        extra: fields that this release does not know.
 
     Raises:
         InvalidArgument: a time is out of bounds, or a text longer than `MAX_TEXT` or not printable.
@@ -77,7 +77,7 @@ class VersionEntry:
         approval: its last approval since it was held; None if there was none.
         metadata: metadata that was pushed with it.
         traceparent: W3C Trace Context of the push; empty if it was not traced.
-        extra: the fields that this release does not know.
+        extra: fields that this release does not know.
 
     Raises:
         InvalidArgument: a number is out of bounds, or a text longer than `MAX_TEXT` or not printable.
@@ -147,7 +147,7 @@ class OpenEntry:
         by: identity of the caller that opened it, as the service knows it; empty if the service knows no name.
         cast_from: dtypes that its tensors have in the trainer and that are cast to the model's, in order.
         traceparent: W3C Trace Context of the push; empty if it is not traced.
-        extra: the fields that this release does not know.
+        extra: fields that this release does not know.
 
     Raises:
         InvalidArgument: a number is out of bounds, or a text longer than `MAX_TEXT` or not printable.
@@ -197,7 +197,7 @@ class FailedEntry:
         failed_ms: when it failed, in milliseconds since 1970 UTC.
         state: `FAILED`, or `ABORTED` if a caller asked for it; a state that this release does not know counts as `FAILED`.
         step, run, ranks, created_ms: those of the open version; 0 or empty where not known.
-        extra: the fields that this release does not know.
+        extra: fields that this release does not know.
 
     Raises:
         InvalidArgument: a number is out of bounds, or a text longer than `MAX_TEXT` or not printable.
@@ -247,7 +247,7 @@ class PinEntry:
         adapter: ``namespace/name`` of the adapter.
         by: identity that pinned it first; empty if it has no name.
         doubt: mark of a collection that checks whether a version of the adapter is still based on this one; empty if none does.
-        extra: the fields that this release does not know.
+        extra: fields that this release does not know.
     """
 
     version: int
@@ -267,7 +267,7 @@ class ProtectionEntry:
 
     Attributes:
         approvals: number of approvals needed, by identities other than the requesting one; 0 if none is.
-        extra: the fields that this release does not know.
+        extra: fields that this release does not know.
     """
 
     approvals: int = 0
@@ -295,7 +295,7 @@ class RequestEntry:
         closed_ms: when it ended; 0 if it has not.
         closed_by: identity whose call ended it; empty if it expired.
         previous: the version that the ref named before the change; 0 if none.
-        extra: the fields that this release does not know.
+        extra: fields that this release does not know.
 
     Raises:
         InvalidArgument: a number is out of bounds, a name malformed, or a text longer than `MAX_TEXT` or not printable.

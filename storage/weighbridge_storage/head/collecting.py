@@ -1,21 +1,21 @@
-"""Collection of the objects that a model no longer needs: versions that are not kept, and objects that no reader can use any more.
+"""Collection of the objects that a model no longer needs: versions that are not kept, and objects that no reader can still use.
 
-It consists of steps; several replicas may run each at a time, stop anywhere, and repeat it:
+It consists of steps. Several replicas may run each step concurrently, stop at any point, and repeat it:
 
 1. List the model's numbered folders, without the files of versions that are part of history.
-2. Change the head once: abandoned open versions fail, and versions that the retention does not keep are retired. Lists and refs no
-   longer show them.
-3. Delete the objects of versions that were retired longer ago than the grace time, if no reader has a lease (`leases`), and then
-   their entries. A version's manifest is deleted first and not written again: a folder with a manifest is complete.
-4. Delete the objects under numbers without a version. Under numbers of a deleted model, and for its registered files and layouts, only
-   once the grace time is over; a version that has a lease stays. None of these objects is needed again: a number is given once, and a
-   failed version cannot be published. A stalled writer may still write objects there; the next collection finds them.
-5. Remove unfinished uploads under numbers that are not open any more, and all of the model's that are older than a day.
-6. Delete unreachable nodes of the history. If there are any, a **mark** records the root and the time. Once the mark is older than the
-   grace time, the nodes are deleted that were unreachable when it was made, and the next mark is made. A reader with a head older than
-   the mark has had the grace time to read these nodes, and otherwise reads a newer head.
+2. Change the head once: abandoned open versions fail, and versions that the retention does not keep are retired. Lists and refs no longer
+contain them.
+3. If no reader has a lease (`leases`), delete the objects of versions that were retired longer ago than the grace time, and then their
+entries. A version's manifest is deleted first and not written again, because a folder with a manifest counts as complete.
+4. Delete the objects under numbers without a version. Objects under numbers of a deleted model, and its registered files and layouts, are
+deleted only after the grace time; a version that has a lease stays. These objects are never needed again: a number is assigned only once,
+and a failed version cannot be published. A stalled writer may still write objects there; the next collection finds them.
+5. Remove unfinished uploads under numbers that are no longer open, and all unfinished uploads of the model that are older than a day.
+6. Delete unreachable nodes of the history. If any exist, a **mark** records the root and the time. Once the mark is older than the grace
+time, the collection deletes the nodes that were unreachable when the mark was made, and makes the next mark. A reader with a head older
+than the mark had the grace time to read these nodes; later it reads a newer head.
 
-The model is listed as a whole and not folder by folder: some servers go on listing empty folders.
+The model is listed as a whole instead of folder by folder, because some servers continue to list empty folders.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from weighbridge_storage.head.retention import NOBODY, Decision, retire
 from weighbridge_storage.stores.objects import ObjectStore
 
 _DELETIONS = 8
-"""Concurrent requests."""
+"""Number of concurrent requests."""
 _VERSIONS_AT_ONCE = 32
-"""Versions whose entries are removed with one change of the head."""
+"""Number of versions whose entries are removed with one change of the head."""
 _OLD_UPLOAD_S = 86_400.0
 
 T = TypeVar("T")
@@ -75,28 +75,28 @@ def collect(
     stopping: Callable[[], bool] = lambda: False,
     served: Callable[[], Mapping[int, Sequence[str]]] = lambda: NOBODY,
 ) -> Collection:
-    """Apply a model's retention, and delete what it no longer needs.
+    """Apply a model's retention, and delete objects that it no longer needs.
 
     Args:
         store: store of its versions.
         heads: the heads in that store.
         model: the model.
-        grace: how long objects of retired versions stay; the same for all replicas.
-        clock: gives the time in milliseconds since 1970 UTC.
-        dry_run: only report what would be done; nothing is written.
-        stopping: polled; if true, the rest is left to the next collection.
-        served: gives the names of the engines that serve each version, by its number.
+        grace: time for which objects of retired versions stay; the same for all replicas.
+        clock: returns the time in milliseconds since 1970 UTC.
+        dry_run: only report the actions; nothing is written.
+        stopping: polled; if it returns true, the next collection does the rest.
+        served: returns the names of the engines that serve each version, by its number.
 
     Returns:
-        Report of the collection. It lists deletions that failed; all others were done nevertheless.
+        Report of the collection. It lists deletions that failed; all others succeeded.
 
     Raises:
-        NotFound: there is no such model.
+        NotFound: the model does not exist.
         Unavailable: ``stopping`` was true before anything could be deleted.
         WeighbridgeError: as `HeadStore.update` and `ObjectStore.list`.
     """
     run = _Run(store, heads, model, dry_run, stopping)
-    # before the leases are listed: a version that is due at this time had its leases written by this time
+    # before the leases are listed: the leases of a version that is due at this time were written by this time
     now_ms = clock()
     listed, nodes = run.list_objects()
     given_up, decision, history = run.retire(clock, served)
@@ -132,7 +132,7 @@ def collect(
 def _waiting_and_due(
     retired: Mapping[int, VersionEntry], leases: Iterable[ReadLease], grace: Grace, now_ms: int
 ) -> tuple[tuple[WaitingVersion, ...], list[int]]:
-    """Retired versions whose objects must stay, and those whose objects can go."""
+    """Retired versions whose objects must stay, and numbers of those whose objects can be deleted."""
     held: defaultdict[int, list[int]] = defaultdict(list)
     for lease in leases:
         if grace.holds(lease, now_ms):
@@ -169,8 +169,8 @@ class _Run:
         """List the objects under the model's name.
 
         Returns:
-            The keys in its numbered folders, by number, but for the files of versions that are part of history; and the nodes
-            of its history, generation by name.
+            The keys in its numbered folders, by number, without the files of versions that are part of history; and the generations of the
+            nodes of its history, by name.
         """
         there = self._history().versions()
         found: defaultdict[int, list[str]] = defaultdict(list)
@@ -190,10 +190,10 @@ class _Run:
     def retire(
         self, clock: Callable[[], int], served: Callable[[], Mapping[int, Sequence[str]]]
     ) -> tuple[tuple[int, ...], Decision, History]:
-        """Change the head by time and retention. Returns the failed versions, the decision, and the history after it."""
+        """Change the head according to time and retention. Returns the failed versions, the decision, and the resulting history."""
 
         def change(history: History) -> tuple[Head, tuple[tuple[int, ...], Decision, Head]]:
-            # read the clock here: the grace time begins now, however long the steps before took
+            # read the clock here: the grace time begins now, regardless of the duration of the earlier steps
             after, decision = retire(history, clock(), served())
             return after, (tuple(sorted(history.head.open.keys() - after.open.keys())), decision, after)
 
@@ -244,7 +244,7 @@ class _Run:
         return tuple(DeletedVersion(number, due[number].nbytes) for number in done)
 
     def _forget(self, numbers: AnyCollection[int]) -> list[int]:
-        """Remove the entries of retired versions. Returns the numbers that had one."""
+        """Remove the entries of retired versions. Returns the numbers that had an entry."""
 
         def change(history: History) -> tuple[Head, list[int]]:
             after = forget_versions(history, numbers)
@@ -256,7 +256,7 @@ class _Run:
     def sweep(
         self, history: History, gone: AnyCollection[int], listed: Mapping[int, list[str]]
     ) -> tuple[SweptVersion, ...]:
-        """Delete the objects under numbers without a version, and the incoming state of versions that are not open any more."""
+        """Delete the objects under numbers without a version, and the incoming state of versions that are no longer open."""
         rubbish = {
             key: number
             for number, keys in listed.items()
@@ -270,12 +270,12 @@ class _Run:
     def sweep_files(self, below: int) -> None:
         """Delete files that were registered, and layouts that were declared, before a model of this name was deleted.
 
-        Files and layouts of the present registration have other keys, even if they are equal: no writer uses these any more.
+        Files and layouts of the current registration have other keys, even if they are equal. Writers no longer use the old keys.
         """
         self.delete(key for key in self._files if (registered_files_of(self.model, key) or 0) < below)
 
     def sweep_nodes(self, nodes: Mapping[str, int], grace: Grace, clock: Callable[[], int]) -> None:
-        """Delete nodes of the history that were unreachable for the grace time, and mark the present root if others are unreachable now."""
+        """Delete nodes of the history that were unreachable for the grace time. Mark the current root if other nodes are unreachable now."""
         if self.dry_run or not nodes:
             return
         head = self._history().head
@@ -292,12 +292,12 @@ class _Run:
             self.heads.update(self.model, lambda head: (mark_history(head, clock()), None), deleted=True)
 
     def discard_uploads(self, head: Head) -> int:
-        """Remove unfinished uploads under numbers that are not open any more, and old ones."""
+        """Remove unfinished uploads under numbers that are no longer open, and old uploads."""
         if self.dry_run or self.stopping():
             return 0
 
         def is_dead(key: str) -> bool:
-            # a durable version was uploaded by a later attempt than this unfinished one
+            # a later attempt than this unfinished upload made the version durable
             place = numbered_key(self.model, key)
             return place is not None and place[1] < head.next_version and place[1] not in head.open
 
@@ -309,7 +309,7 @@ class _Run:
             return 0
 
     def delete(self, keys: Iterable[str]) -> set[str]:
-        """Delete objects concurrently. Returns the keys that have no object any more; in a dry run, all."""
+        """Delete objects concurrently. Returns the keys whose objects no longer exist; in a dry run, all keys."""
 
         def delete(key: str) -> bool:
             if not self.dry_run:

@@ -1,8 +1,8 @@
-"""Head of a model: the content of its `head.json`, the only object that several writers ever rewrite.
+"""Head of a model: the content of its `head.json`, the only object that several writers rewrite.
 
-`Head` is a value. `head_changes` and `open_versions` hold its transitions, `head_store` the concurrency of writers, and `docs/formats.md`
-its format. Its size does not grow with the number of versions: it holds the entries of the newest few, and a reference to the root of
-a tree that holds the others (`history`).
+`Head` is a value. `head_changes` and `open_versions` define its transitions, `head_store` the concurrency of writers, and `docs/formats.md`
+its format. Its size does not grow with the number of versions: it contains the entries of the few newest versions, and a reference to the
+root of a tree with the other entries (`history`).
 """
 
 from __future__ import annotations
@@ -50,40 +50,40 @@ FEATURES: frozenset[str] = frozenset(
         PINNED,
     )
 )
-"""The features that a head may require here, each with what a program would do that does not know it.
+"""The features that a head may require in this release. Each item states what a program would do that does not know the feature.
 
-- `HELD_VERSIONS`: versions are held, or will be. It would take a held one for the newest.
-- `DELETED`: a model of this name was deleted, and its numbers go on. It would go on receiving versions of it, or delete the files of the
-  present model.
-- `LISTED_TENSORS`: the registration names a list of tensors. It would derive others from the config.
+- `HELD_VERSIONS`: versions are held, or will be. It would treat a held version as the newest.
+- `DELETED`: a model of this name was deleted, and its numbering continues. It would continue to receive versions of the deleted model, or
+  delete the files of the current model.
+- `LISTED_TENSORS`: the registration names a list of tensors. It would derive other tensors from the config.
 - `PROTECTED_REFS`: refs are protected. It would move them for any caller.
 - `KEPT_STEPS`: the retention counts steps. It would delete versions that this rule keeps.
-- `FILE_FOLDERS`: registered files lie in folders. It could not publish a version that has them.
+- `FILE_FOLDERS`: registered files are in folders. It could not publish a version with such files.
 - `ADAPTER`: the model is an adapter. It would receive versions of it without a base.
 - `PINNED`: adapters pin versions. It would delete them.
 """
 REMEMBERED_WRITES = 64
-"""Number of write ids that a head remembers: a writer whose response was lost finds its own among them."""
+"""Number of write ids that a head stores. A writer whose response was lost finds its own id among them."""
 REMEMBERED_FAILURES = 32
 REMEMBERED_REQUESTS = 32
-"""Number of ended requests to change refs that a head remembers."""
+"""Number of ended requests to change refs that a head stores."""
 _KEPT: Mapping[str, bool] = {"whole": False}
-"""Metadata of a field of `Head` whose value is a member of its own in the text, without fields that have their defaults."""
+"""Metadata of a field of `Head` whose value is a separate member in the text, without fields that have their defaults."""
 _KEPT_WHOLE: Mapping[str, bool] = {"whole": True}
-"""As `_KEPT`, but with all fields of the value; the reader refuses a head that lacks any of them."""
+"""As `_KEPT`, but with all fields of the value. The reader rejects a head in which any of them is missing."""
 V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """An earlier root of the history, by which nodes that are no longer needed are recognised.
+    """An earlier root of the history. It identifies nodes that are no longer needed.
 
     Attributes:
-        root: the root at that time; None if there was none.
-        generation: generation of the head then. A node written for that head or an earlier one is below ``root``, or below no root any
-            more.
-        marked_ms: when it was marked, in milliseconds since 1970 UTC.
-        extra: the fields that this release does not know.
+        root: the root at that time; None if the history had no tree.
+        generation: generation of the head at that time. A node written for that head or an earlier one is below ``root``, or no longer
+            below any root.
+        marked_ms: time of the mark, in milliseconds since 1970 UTC.
+        extra: fields that this release does not know.
     """
 
     root: NodeRef | None
@@ -100,11 +100,11 @@ class Deletion:
     """The last deletion of a model. The name may have been registered again since.
 
     Attributes:
-        deleted_ms: when it was deleted, in milliseconds since 1970 UTC.
-        below: the next version's number then: lower numbers belong to the deleted model.
-        request_id: identifier of the request that deleted it; empty if it had none.
+        deleted_ms: time of the deletion, in milliseconds since 1970 UTC.
+        below: the next version's number at that time; lower numbers belong to the deleted model.
+        request_id: identifier of the request that deleted it; empty if the request had none.
         versions: number of versions in its history.
-        extra: the fields that this release does not know.
+        extra: fields that this release does not know.
     """
 
     deleted_ms: int
@@ -121,32 +121,32 @@ class Deletion:
 class Head:
     """The state of a model; an instance is always consistent.
 
-    The entries of versions that are part of history, and of retired ones whose objects may still exist, are in ``recent`` or in the
-    tree below ``root``; an entry in ``recent`` replaces that in the tree. `history.History` reads both.
+    The entries of versions that are part of history, and of retired versions whose objects may still exist, are in ``recent`` or in the
+    tree below ``root``. An entry in ``recent`` replaces the entry in the tree. `history.History` reads both.
 
     Attributes:
-        generation: how often the head was written; 0 before the first time.
-        next_version: the number that the next version gets, above all numbers given so far.
-        files_id: identifier of the side files (config, tokenizer) that are registered now; empty before the first registration.
-        registration: everything else that was registered with the model, as JSON; this module reads only ``listed``, ``files`` and
-            ``adapter`` of it.
-        recent: entries by number that the tree does not have, or has in an earlier state.
+        generation: number of times that the head was written; 0 before the first write.
+        next_version: the number that the next version gets, above all numbers assigned so far.
+        files_id: identifier of the currently registered side files (config, tokenizer); empty before the first registration.
+        registration: all other registered data of the model, as JSON. This module reads only its fields ``listed``, ``files`` and
+            ``adapter``.
+        recent: entries, by number, that the tree does not contain or contains in an earlier state.
         removed: numbers whose entries in the tree count as removed.
-        root: the root of the tree; None as long as there is no tree.
-        mark: an earlier root, if nodes of it may remain.
+        root: the root of the tree; None if the history has no tree yet.
+        mark: an earlier root, if some of its nodes may remain.
         open: the versions that are being received, by number.
         failed: the last `REMEMBERED_FAILURES` versions that failed or were aborted, by number.
         refs: target of each ref. ``latest`` names the highest version that was ever part of history and not held.
-        retention: rules by which versions are kept.
-        gate: rules by which versions are held.
-        kept_extra: by field name, the fields of these values (`KEPT`) that this release does not know.
-        protected: conditions for changes of protected refs, whether these exist or not. Stored with the gate.
-        requests: requests to change them: one at most for each that is pending, and the last `REMEMBERED_REQUESTS` that have ended,
-            in the order in which they were made.
+        retention: rules that determine which versions are kept.
+        gate: rules that determine which versions are held.
+        kept_extra: fields of these values (`KEPT`) that this release does not know, by field name.
+        protected: conditions for changes of protected refs, whether or not these exist. Stored with the gate.
+        requests: requests to change protected refs, in the order in which they were made: at most one pending request for each ref, and the
+            last `REMEMBERED_REQUESTS` that have ended.
         writes: ids of the last `REMEMBERED_WRITES` writes, the newest last.
-        deletion: the last deletion of a model of this name; None if there was none.
+        deletion: the last deletion of a model of this name; None if none was deleted.
         pins: pins of versions by adapters, in the order of versions and names; these versions are kept.
-        extra: the fields that this release does not know.
+        extra: fields that this release does not know.
 
     Raises:
         InvalidArgument: the parts contradict each other.
@@ -191,7 +191,7 @@ class Head:
 
     @property
     def deleted(self) -> bool:
-        """Whether the model is deleted, and was not registered again."""
+        """Whether the model is deleted and was not registered again."""
         return self.deletion is not None and not self.files_id
 
     @property
@@ -201,7 +201,7 @@ class Head:
 
     @property
     def latest(self) -> int:
-        """The number that ``latest`` names; 0 if every version published so far was held."""
+        """The number that ``latest`` names; 0 if all versions published so far were held."""
         there = self.refs.get(REF_LATEST)
         return there.version if there is not None else 0
 
@@ -224,7 +224,9 @@ class Head:
 
     @property
     def requires(self) -> tuple[str, ...]:
-        """The features without which it would be misread. Counts held versions below the root, even if `recent` has released them since."""
+        """The features that a reader must know to read the head correctly. Counts held versions below the root, even if `recent` has
+        released them since.
+        """
         held = (
             self.gate.approval_required
             or (self.root is not None and self.root.held > 0)
@@ -253,7 +255,7 @@ class Head:
         )
 
     def _check_numbers(self) -> None:
-        """Check that each number was given before, and is that of one version in one state."""
+        """Check that each number was assigned before, and belongs to one version in one state."""
         states: dict[int, str] = {}
         for state, listed in (
             ("there", self.recent),
@@ -301,7 +303,7 @@ class Head:
             if there.retired if there is not None else not self.in_tree(ref.version):
                 raise InvalidArgument(f"ref {name} names version {shown(ref.version)}, which is not there")
         released = [number for number, entry in self.recent.items() if entry.released]
-        # the versions in the tree that are not held were named by it once, even if they are retired now
+        # ``latest`` once named the versions in the tree that are not held, even if they are retired now
         published = self.root is not None and self.root.durable > self.root.held
         if self.latest < max(released, default=0) or (published and not self.latest):
             raise InvalidArgument(f"{REF_LATEST} is not the highest version that is not held")
@@ -321,10 +323,10 @@ class Head:
             raise InvalidArgument(f"more than {REMEMBERED_REQUESTS} requests that have ended are remembered")
 
     def to_json(self) -> bytes:
-        """The head as the text of `head.json`, which ends with its digest.
+        """The head as the text of `head.json`. The text ends with its digest.
 
         Raises:
-            InvalidArgument: the registration holds a value that JSON cannot express.
+            InvalidArgument: the registration contains a value that JSON cannot express.
         """
         return document_digests.encode(
             {
@@ -355,7 +357,7 @@ class Head:
         )
 
     def _kept_to_json(self) -> dict[str, Any]:
-        """The values in `KEPT` as fields of the text; values without any field are left out. Protected refs are part of the gate's."""
+        """The values in `KEPT` as fields of the text. Values without any field are omitted. Protected refs are part of the gate's field."""
         found = {
             each.name: {
                 **self.kept_extra.get(each.name, {}),
@@ -372,8 +374,9 @@ class Head:
         """Read the text of a `head.json`; ``where`` names it in errors.
 
         Raises:
-            DataLoss: it is damaged, is malformed, or contradicts itself; the message says how to rebuild it.
-            FailedPrecondition: it has another format, or requires a feature that is unknown here; the message says what to use.
+            DataLoss: it is damaged, malformed or contradictory; the message explains how to rebuild it.
+            FailedPrecondition: it has another format, or requires a feature that this release does not know; the message names the release
+                to use.
         """
         try:
             document = document_digests.decode(data, where, FORMAT)
@@ -438,4 +441,4 @@ class Head:
 KEPT: Mapping[type, Field[Any]] = {
     type(each.default): each for each in fields(Head) if "whole" in each.metadata
 }
-"""Fields of a head whose values are members of their own in the text, by the type of the value."""
+"""Fields of a head whose values are separate members in the text, by the type of the value."""

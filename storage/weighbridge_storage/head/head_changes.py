@@ -1,6 +1,6 @@
 """Transitions of a model's history, refs and rules. All functions are pure: each takes a head and returns the next one.
 
-A function that reads versions which the head itself may not list takes the `History` of the head.
+A function that reads versions which may not be in the head itself takes the `History` of the head.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from weighbridge_storage.head.open_versions import still_open
 from weighbridge_storage.head.pins import adapters_text, pinned_by, sees_all
 
 MAX_REFS = 1024
-"""Most refs of one model."""
+"""Maximum number of refs of one model."""
 
 
 def publish(history: History, entry: VersionEntry) -> Head:
-    """Make a version part of history. ``latest`` moves to it unless it names a higher one, or the version is held.
+    """Make a version part of history. ``latest`` moves to it unless ``latest`` names a higher version or the version is held.
 
-    It is held for the reasons of ``entry`` and those of its opening, without those that were approved since. Metadata and approval are
-    those of the open version. Publishing a version again with the same write id changes nothing.
+    The version is held for the reasons of ``entry`` and those of its opening, except for reasons that were approved since. Metadata and
+    approval are those of the open version. A repeated call with the same write id changes nothing.
 
     Raises:
-        VersionFailed: the version is not open: it failed, was deleted, or never was opened.
-        AlreadyExists: another claim than ``entry.write_id`` holds, or has published it.
+        VersionFailed: the version is not open: it failed, was deleted, or was never opened.
+        AlreadyExists: the version has another claim than ``entry.write_id``, or was published under another claim.
     """
     head, number = history.head, entry.number
     there = None if number in head.open else history.durable(number)
@@ -55,7 +55,9 @@ def publish(history: History, entry: VersionEntry) -> Head:
 
 
 def with_entry(head: Head, entry: VersionEntry) -> Head:
-    """A head with an entry of its history. ``latest`` moves to it, unless the version is held or ``latest`` names a higher one."""
+    """A head with an added entry of its history. ``latest`` moves to the version, unless the version is held or ``latest`` names a higher
+    version.
+    """
     refs = head.refs if entry.held else _moved(head, REF_LATEST, max(entry.number, head.latest))
     return replace(head, recent={**head.recent, entry.number: entry}, refs=refs)
 
@@ -65,8 +67,8 @@ def set_ref(history: History, name: str, number: int) -> Head:
 
     Raises:
         InvalidArgument: the name is malformed or reserved.
-        NotFound: there is no such version.
-        ResourceExhausted: the model has `MAX_REFS` others.
+        NotFound: the version does not exist.
+        ResourceExhausted: the model already has `MAX_REFS` other refs.
     """
     check_ref_name(name)
     check_there(history, number)
@@ -84,11 +86,11 @@ def _moved(head: Head, name: str, number: int) -> Mapping[str, Ref]:
 
 
 def delete_ref(head: Head, name: str) -> Head:
-    """Remove a ref; the version it named stays.
+    """Remove a ref. The version that it named stays.
 
     Raises:
         InvalidArgument: the name is malformed or reserved.
-        NotFound: there is no such ref.
+        NotFound: the ref does not exist.
     """
     check_ref_name(name)
     if name not in head.refs:
@@ -105,22 +107,23 @@ def delete_versions(
     forced: bool = False,
     sees: Callable[[str], bool] = sees_all,
 ) -> Head:
-    """Take versions out of history; their objects may be deleted once no reader has a lease.
+    """Remove versions from history. Their objects may be deleted once no reader has a lease.
 
-    Deleting a deleted version changes nothing.
+    If a version is already deleted, nothing changes.
 
     Args:
         history: the history before.
         numbers: numbers of the versions.
         retired_ms: present time in milliseconds since 1970 UTC.
         model: the model's name, for errors.
-        forced: whether to delete even versions that adapters are based on. Their pins are removed, and the adapters stay without a base.
-        sees: whether the caller may know of an adapter of this name; errors only count the others.
+        forced: whether to delete even versions that adapters are based on. Their pins are removed, and the adapters remain without a base.
+        sees: returns whether the caller may know about an adapter of this name. Errors state only the number of the others.
 
     Raises:
-        NotFound: one of them does not exist.
-        FailedPrecondition: one is the base of an adapter, and it is not ``forced``; one is still being received; or a ref names one, or is
-            requested to. ``latest`` always names a version, so the newest version that is not held cannot be deleted.
+        NotFound: a version does not exist.
+        FailedPrecondition: a version is the base of an adapter, and ``forced`` is not set; a version is still being received; or a ref
+            names a version, or a pending request would make it do so. ``latest`` always names a version, so the newest version that is not
+            held cannot be deleted.
     """
     head = history.head
     for number in head.open.keys() & set(numbers):
@@ -162,7 +165,7 @@ def delete_versions(
 
 
 def forget_versions(history: History, numbers: Collection[int]) -> Head:
-    """Remove the entries of retired versions, once their objects are deleted. Versions that are not retired are ignored."""
+    """Remove the entries of retired versions after their objects were deleted. Versions that are not retired are ignored."""
     head = history.head
     gone = {number for number in numbers if (entry := history.find(number)) is not None and entry.retired}
     if not gone:
@@ -173,7 +176,7 @@ def forget_versions(history: History, numbers: Collection[int]) -> Head:
 
 
 def mark_history(head: Head, now_ms: int) -> Head:
-    """Record the present root, so that nodes that are not below it now can be recognised later."""
+    """Record the current root, so that nodes that are not below it now can be identified later."""
     return replace(head, mark=Mark(head.root, head.generation, now_ms))
 
 
@@ -192,21 +195,21 @@ def delete_model(
     forced: bool = False,
     sees: Callable[[str], bool] = sees_all,
 ) -> Head:
-    """Delete a model with all of its versions, refs and rules. Its numbers go on if the name is registered again.
+    """Delete a model with all of its versions, refs and rules. If the name is registered again, the numbering continues.
 
-    A collection deletes the objects: those of a version once no reader has a lease.
+    A collection deletes the objects; those of a version only once no reader has a lease.
 
     Args:
         head: the head before.
-        now_ms: present time in milliseconds since 1970 UTC.
-        request_id: identifier of the request that deletes it.
+        now_ms: current time in milliseconds since 1970 UTC.
+        request_id: identifier of the request that deletes the model.
         versions: number of versions in its history.
-        forced: whether to delete it even if adapters are based on its versions; they stay without a base.
+        forced: whether to delete it even if adapters are based on its versions; the adapters remain without a base.
         sees: as for `delete_versions`.
 
     Raises:
-        FailedPrecondition: versions are being received, refs are protected, or adapters are based on its versions and it is not
-            ``forced``.
+        FailedPrecondition: versions are being received, refs are protected, or adapters are based on its versions and ``forced`` is not
+            set.
     """
     if head.protected:
         raise FailedPrecondition(
@@ -240,7 +243,7 @@ def register(head: Head, files_id: str, registration: Mapping[str, Any]) -> Head
 
 
 def stamp(changed: Head, base: Head, write_id: str) -> Head:
-    """``changed`` as the successor of ``base``, with the id of the write that stores it."""
+    """``changed`` as the successor of ``base``, with the id of the write that will store it."""
     return replace(
         changed,
         generation=base.generation + 1,

@@ -39,7 +39,7 @@ from weighbridge_storage.stores.objects import IfMatch, ObjectStore, PutMode
 from weighbridge_storage.stores.outcomes import outcome, unknown
 
 _CACHED_BYTES = 8 << 20
-"""Most bytes of text of the cached heads; parsed, they take about four times as much."""
+"""Maximum bytes of text of the cached heads. Parsed heads use about four times as much memory."""
 _PAUSES = Pauses(first=0.002, longest=0.25)
 
 T = TypeVar("T")
@@ -67,9 +67,9 @@ class HeadStore:
     """The heads of all models in a store.
 
     Args:
-        store: the store that holds them. Its conditional writes must be atomic.
-        patience_s: how long an update is retried while other writers win or the store fails, in seconds.
-        most_recent: most entries and removals in a head that is written here.
+        store: the store that contains them. Its conditional writes must be atomic.
+        patience_s: seconds for which an update is retried while other writers win or the store fails.
+        most_recent: maximum number of entries and removals in a head that this object writes.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class HeadStore:
         self._known: Cache[_Known] = Cache(_CACHED_BYTES, lambda known: known.nbytes)
 
     def read(self, model: ModelName) -> tuple[Head, str] | None:
-        """A model's head and its etag; None if there is no such model, or it is deleted. Raises as `read_any`."""
+        """A model's head and its etag; None if the model does not exist or is deleted. Raises as `read_any`."""
         found = self.read_any(model)
         return None if found is None or found[0].deleted else found
 
     def read_any(self, model: ModelName) -> tuple[Head, str] | None:
-        """As `read`, but also for a deleted model.
+        """As `read`, but also returns the head of a deleted model.
 
         Raises:
             DataLoss: the head is damaged; the message says how to rebuild it.
-            FailedPrecondition: it has another format, or requires a feature that is unknown here; the message says what to use.
+            FailedPrecondition: it has another format, or requires a feature that is unknown here; the message states the fix.
             WeighbridgeError: as `ObjectStore.get`.
         """
         asked = time.monotonic()
@@ -110,7 +110,7 @@ class HeadStore:
         return head, etag
 
     def _remember(self, model: ModelName, found: _Known) -> None:
-        """Keep the newer one of two heads: of two reads that overlap, the one that ends last may have read the older head."""
+        """Keep the newer of two heads: if two reads overlap, the read that ends last may have returned the older head."""
         with self._remembering:
             known = self._known.get(model)
             after = known is None or found.asked >= known.read
@@ -118,32 +118,34 @@ class HeadStore:
                 self._known.put(model, found)
 
     def last_read(self, model: ModelName) -> Head | None:
-        """The head that was read last, without a request to the store; None if there is none, or it was evicted."""
+        """The head that was read last; None if none was read or it was evicted. Does not make a request to the store."""
         known = self._known.get(model)
         return None if known is None else known.head
 
     def read_lately(self, model: ModelName, seconds: float) -> Head | None:
-        """The head, if it was read within so many seconds and this replica has written no head since. Makes no request to the store."""
+        """The head, if it was read within the last ``seconds`` and this replica has not written a head since. Does not make a request to
+        the store.
+        """
         known = self._known.get(model)
         since = max(time.monotonic() - seconds, self._changed)
         return None if known is None or known.asked < since else known.head
 
     def history(self, model: ModelName) -> History | None:
-        """The history of a model; None if there is no such model. Raises as `read`."""
+        """The history of a model; None if the model does not exist. Raises as `read`."""
         found = self.read(model)
         return None if found is None else self.history_of(model, found[0])
 
     def history_of_any(self, model: ModelName) -> History | None:
-        """As `history`, but also for a deleted model."""
+        """As `history`, but also returns the history of a deleted model."""
         found = self.read_any(model)
         return None if found is None else self.history_of(model, found[0])
 
     def history_of(self, model: ModelName, head: Head) -> History:
-        """The history of a head, or of a newer head, if nodes of the older one are deleted by then."""
+        """The history of a head. If nodes of this head have been deleted, the history uses a newer head."""
         return History(head, partial(self.load_node, model), partial(self._newer, model))
 
     def load_node(self, model: ModelName, ref: NodeRef) -> Node:
-        """A node of a model's history; raises as `NodeStore.load`."""
+        """A node of a model's history. Raises as `NodeStore.load`."""
         return self._nodes.load(model, ref)
 
     def update(
@@ -167,22 +169,23 @@ class HeadStore:
     ) -> T:
         """Change a model's head exactly once, also if other writers change it at the same time.
 
-        A write whose response is lost or wrong counts as done if its id is in the head afterwards; no change is ever applied twice.
+        If the response to a write is lost or wrong, the write counts as done if its id is in the head afterwards. A change is never applied
+        twice.
 
         Args:
             model: the model.
-            change: returns the new head and a result. May be called several times, so it must have no side effects. Its errors end the
-                update, except Unavailable and DeadlineExceeded from reads of the history, after which it is called again. A head that it
-                returns unchanged is not written.
-            create: whether to start from ``Head()`` if there is no such model, or from the head of a deleted one.
+            change: returns the new head and a result. It may be called several times, so it must not have side effects. Its errors end the
+                update, except Unavailable and DeadlineExceeded from reads of the history, after which it is called again. If it returns the
+                head unchanged, the head is not written.
+            create: whether to start from ``Head()`` if the model does not exist, or from the head of a deleted model.
             deleted: whether to change the head of a deleted model too.
 
         Returns:
             The result of the call of ``change`` that was written.
 
         Raises:
-            NotFound: there is no such model, and ``create`` is not set.
-            Conflict: other writers were faster for all of `patience_s`; nothing was changed.
+            NotFound: the model does not exist, and ``create`` is not set.
+            Conflict: other writers were faster throughout `patience_s`; nothing was changed.
             DataLoss: a node of the history is missing.
             DeadlineExceeded: the store failed, and it is unknown whether the change was made.
             Unavailable: the store cannot be read, or does not accept nodes; nothing was changed.
@@ -219,7 +222,7 @@ class HeadStore:
                     return result
                 except (Conflict, Unavailable, DeadlineExceeded) as error:
                     failure = error
-                    # A store that raises Conflict has verified it: however often others change the head, our write is not in it.
+                    # A store that raises Conflict has verified it: our write is not in the head, no matter how often others change it.
                     doubtful = doubtful or not isinstance(error, Conflict)
                     unsure = unsure or isinstance(error, DeadlineExceeded)
             # Look at once, while the head remembers this write if it landed, and again after a pause, for a head as
@@ -263,7 +266,7 @@ class HeadStore:
             attempt += 1
 
     def settle(self, model: ModelName, head: Head) -> Head:
-        """A head with the same history that is not too long; the nodes that it needs are in the store on return.
+        """A head with the same history that is not too long. On return, the nodes that it needs are in the store.
 
         Args:
             model: the model.
@@ -278,9 +281,9 @@ class HeadStore:
         return after
 
     def models(self, after: str = "") -> Iterator[ModelName]:
-        """Models after ``after``, by namespace and name; no head is read.
+        """Models after ``after``, by namespace and name. Does not read heads.
 
-        A name whose head was never written, or is lost, may be among them.
+        The result may include a name whose head was never written or is lost.
 
         Raises:
             WeighbridgeError: as `ObjectStore.folders`.
@@ -294,13 +297,13 @@ class HeadStore:
                     yield model
 
     def everything(self) -> Iterator[ModelName]:
-        """All models, then all parts of models, that have a head or had one. Raises as `models`."""
+        """All models, then all parts of models, that have or had a head. Raises as `models`."""
         yield from self.models()
         for namespace in sorted(self._store.folders(f"{TRAINING}/")):
             yield from self._names(namespace, TRAINING)
 
     def everything_of(self, namespace: str) -> list[ModelName]:
-        """As `everything`, of one namespace."""
+        """As `everything`, for one namespace."""
         return [*self._names(namespace, ""), *self._names(namespace, TRAINING)]
 
     def _names(self, namespace: str, part: str) -> list[ModelName]:
@@ -309,7 +312,7 @@ class HeadStore:
         return [name for name in found if name is not None]
 
     def examined(self) -> Iterator[tuple[ModelName, DataLoss | FailedPrecondition | None]]:
-        """Each model or part of one, with the error that its head cannot be read (damaged, or of another release), or None.
+        """Each model or part of a model, with the error if its head cannot be read (damaged, or of another release); None if it can.
 
         Raises:
             WeighbridgeError: as `ObjectStore.folders` and `ObjectStore.get`.
@@ -323,7 +326,7 @@ class HeadStore:
                 yield model, None
 
     def _newer(self, model: ModelName, head: Head) -> Head:
-        """A newer head, after a node was found missing. Raises DataLoss if there is none."""
+        """A newer head, after a node was found missing. Raises DataLoss if no newer head exists."""
         found = self.read_any(model)
         if found is None or found[0].generation == head.generation:
             raise _missing(f"the history of {model}")
@@ -331,7 +334,7 @@ class HeadStore:
 
 
 def _pause_s(attempt: int) -> float:
-    """Random pause in seconds, which grows with the failed attempts, so that writers get out of step."""
+    """Random pause in seconds. It grows with the number of failed attempts, so that writers do not stay synchronised."""
     return _PAUSES.after(attempt, DICE.random())
 
 

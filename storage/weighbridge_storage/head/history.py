@@ -1,22 +1,23 @@
-"""History of a model: the versions that can be read, by one head.
+"""History of a model: the readable versions according to one head.
 
-The head holds the entries of the newest few versions, and changes of older ones; the rest is in a tree of immutable nodes
-(`history_tree`), and the head names its root. So the bytes that a push reads and writes do not grow with the number of versions.
+The head contains the entries of the few newest versions, and changes to older entries. All other entries are in a tree of immutable nodes
+(`history_tree`), and the head names its root. So the number of bytes that a push reads and writes does not grow with the number of
+versions.
 
 These invariants hold at any time, with any number of writers, which may crash:
 
-1. *A head is complete.* One head and the tree below its root determine all versions. `settled` moves entries from the head into the
-   tree and does not change the versions.
-2. *Nodes come first.* All nodes of a new root are in the store before the head that names it is written. That write is a
-   compare-and-swap on the head from which the new tree was made, so the root in the store is always the one that was edited. A writer
-   that loses repeats its edit from the new head; the nodes that it wrote are below no root, and never will be.
-3. *A node never changes.* Its name has the generation of the head for which it was written, and the digest of its text. So nodes can be
-   cached without limit, and a reader notices a damaged one.
-4. *An unreachable node stays unreachable.* A head of generation g names nodes of generations up to g only, and a writer that made
-   nodes of generation g can only write the head of generation g. So a node of a generation up to that of the present head that is
-   not below its root will never be below any. `unreachable` relies on this, and `collecting` keeps such nodes for the grace time,
-   for readers with an older head.
-5. *A reader is never stuck.* A reader with an older head that finds a node deleted reads the head again and repeats its query.
+1. *A head is complete.* One head and the tree below its root determine all versions. `settled` moves entries from the head into the tree
+without changing the versions.
+2. *Nodes come first.* All nodes of a new root are in the store before the head that names it is written. That write is a compare-and-swap
+   on the head from which the new tree was made, so the root in the store is always the one that was edited. A writer that loses repeats its
+   edit from the new head; the nodes that it wrote are not below any root, and never will be.
+3. *A node never changes.* Its name contains the generation of the head for which it was written, and the digest of its text. So nodes can
+be cached indefinitely, and a reader detects a damaged node.
+4. *An unreachable node stays unreachable.* A head of generation g names nodes of generations up to g only, and a writer that made nodes of
+   generation g can only write the head of generation g. So if a node's generation is not higher than that of the current head and the node
+   is not below its root, it will never be below any root. `unreachable` relies on this, and `collecting` keeps such nodes for the grace
+   time, for readers with an older head.
+5. *A reader is never stuck.* If a reader with an older head finds that a node was deleted, it reads the head again and repeats its query.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ from weighbridge_storage.head.history_nodes import Node, NodeRef
 from weighbridge_storage.head.history_tree import Load
 
 MOST_RECENT = 32
-"""Most entries and removals that a head holds. If there are more, only the entries of the highest numbers stay in it, half as many."""
+"""Maximum number of entries and removals in a head. If there are more, only the entries with the highest numbers stay in the head, half as
+many as this.
+"""
 
 T = TypeVar("T")
 
 
 class NodeMissing(Exception):
-    """A node is not in the store: the head that leads to it is out of date, or the history is damaged."""
+    """A node is not in the store: the head that leads to it is outdated, or the history is damaged."""
 
 
 class History:
@@ -64,11 +67,11 @@ class History:
         self._newer = newer
 
     def under(self, head: Head) -> History:
-        """The history of another head that was made from this one's."""
+        """The history of another head that was derived from this history's head."""
         return History(head, self._load, self._newer)
 
     def find(self, number: int) -> VersionEntry | None:
-        """The entry of a version that is part of history, or of a retired one whose objects may still exist; None for any other."""
+        """The entry of a version that is part of history, or that is retired and whose objects may still exist. None for any other version."""
 
         def ask(head: Head) -> VersionEntry | None:
             if head.in_tree(number):
@@ -83,15 +86,15 @@ class History:
         return None if entry is None or entry.retired else entry
 
     def is_gone(self, number: int) -> bool:
-        """Whether a number was given and is no longer in use: its version failed, or was deleted and forgotten.
+        """Whether a number was assigned and is no longer in use: its version failed, or was deleted and its entry removed.
 
-        This is permanent, so no writer or reader uses objects under such a number.
+        This is permanent, so writers and readers do not use objects under such a number.
         """
         given = number < self.head.next_version and number not in self.head.open
         return given and self.find(number) is None
 
     def newest(self, limit: int, below: int | None = None) -> list[VersionEntry]:
-        """The highest ``limit`` versions that are part of history, of those below a number if it is given; the highest first."""
+        """The ``limit`` highest versions that are part of history, in descending order. If ``below`` is given, only lower numbers count."""
         return self._ask(
             lambda head: list(
                 islice(
@@ -111,12 +114,12 @@ class History:
         return {entry.number: entry for entry in reversed(found) if not entry.retired}
 
     def retired(self) -> dict[int, VersionEntry]:
-        """All retired versions, by number in ascending order; reads only nodes above some."""
+        """All retired versions, by number in ascending order. Reads only nodes with retired versions below them."""
         found = self._ask(lambda head: list(self._descending(head, None, lambda ref: ref.retired > 0)))
         return {entry.number: entry for entry in reversed(found) if entry.retired}
 
     def nbytes(self, known: Cache[int]) -> int:
-        """Bytes of the weights of all versions: durable ones, retired ones whose objects may still exist, and open ones.
+        """Bytes of the weights of all durable and open versions, and of retired versions whose objects may still exist.
 
         Args:
             known: cache of the bytes below nodes of the tree; see `history_tree.nbytes`.
@@ -134,7 +137,7 @@ class History:
     def _descending(
         self, head: Head, below: int | None, wanted: Callable[[NodeRef], bool]
     ) -> Iterator[VersionEntry]:
-        """Entries of the head and, for all other numbers, of the tree; the highest number first."""
+        """Entries of the head and, for all other numbers, of the tree, in descending order."""
         tree = history_tree.descending(head.root, self._load, below, wanted)
         rest = (entry for entry in tree if head.in_tree(entry.number))
         ahead: VersionEntry | None = None
@@ -165,12 +168,12 @@ class History:
 
 
 def settled(head: Head, load: Load, most: int = MOST_RECENT) -> tuple[Head, Mapping[str, Node]]:
-    """A head with the same history that holds at most ``most`` entries and removals itself.
+    """A head with the same history that itself contains at most ``most`` entries and removals.
 
     Args:
         head: the head to be written next, with its generation.
         load: reads a node.
-        most: most entries and removals of the head.
+        most: maximum number of entries and removals in the head.
 
     Returns:
         The head, and the nodes to be written before it, by name.
@@ -188,7 +191,7 @@ def settled(head: Head, load: Load, most: int = MOST_RECENT) -> tuple[Head, Mapp
 
 
 def unreachable(head: Head, nodes: Mapping[str, int], load: Load) -> set[str]:
-    """The nodes that are reachable neither from this head nor from any later one.
+    """The nodes that are reachable neither from this head nor from any later head.
 
     Args:
         head: the model's head.
@@ -199,7 +202,7 @@ def unreachable(head: Head, nodes: Mapping[str, int], load: Load) -> set[str]:
 
 
 def unreachable_since_mark(head: Head, nodes: Mapping[str, int], load: Load) -> set[str]:
-    """The nodes that were unreachable already when the mark was made; none if there is no mark."""
+    """The nodes that were already unreachable when the mark was made; empty without a mark."""
     if head.mark is None:
         return set()
     return _not_below(head.mark.root, head.mark.generation, nodes, load)

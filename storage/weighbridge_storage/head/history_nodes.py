@@ -1,12 +1,11 @@
-"""Nodes of the tree that holds the history of a model: immutable values, and their text.
+"""Nodes of the tree that contains the history of a model: immutable values, and their text.
 
 The tree is a radix tree over version numbers. A **leaf** (level 0) holds the entries of up to `FANOUT` consecutive numbers, from a
 multiple of `FANOUT` on. An **inner node** of level k has up to `FANOUT` children of level k - 1 and covers ``FANOUT ** (k + 1)``
 numbers, from a multiple of that on. Nodes without entries are not stored. The root is the lowest node that covers everything.
 
-A node is an object of the store that never changes: its name has the digest of its text. An edit writes the nodes on the way from the
-changed leaves to the root anew (`history_tree`), and the head names the new root. So an intact head verifies every byte of the
-history.
+A node is an object in the store that never changes: its name contains the digest of its text. An edit writes new nodes for the paths from
+the changed leaves to the root (`history_tree`), and the head names the new root. So an intact head verifies every byte of the history.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from weighbridge_storage.documents.names import MAX_VERSION, check_node_name, no
 
 FORMAT = 1
 FEATURES: frozenset[str] = frozenset()
-"""The features that a node may require here: none yet."""
+"""The features that a node may require in this release: none yet."""
 FANOUT = 64
 MAX_LEVEL = 6
 """The level of a root that covers all numbers up to `MAX_VERSION`."""
 
 
 def span(level: int) -> int:
-    """Count of the numbers that a node of this level covers."""
+    """Number of version numbers that a node of this level covers."""
     return int(FANOUT ** (level + 1))
 
 
@@ -43,9 +42,9 @@ class NodeRef:
         level: 0 for a leaf.
         last: the highest number below it.
         durable: number of entries below it that are part of history.
-        retired: number of entries below it that were taken out of history.
+        retired: number of entries below it that were removed from history.
         held: number of its durable entries that are held.
-        extra: the fields that this release does not know. A reference to another node does not inherit them.
+        extra: fields that this release does not know. A reference to another node does not inherit them.
 
     Raises:
         InvalidArgument: a number is out of bounds, or the name is malformed.
@@ -145,7 +144,7 @@ def from_json(data: bytes, ref: NodeRef, where: str) -> Node:
 
     Raises:
         DataLoss: it is malformed, or differs from the reference; the message says how to repair the history.
-        FailedPrecondition: it has another format, or requires a feature that is unknown here; the message says what to use.
+        FailedPrecondition: it has another format, or requires a feature that is unknown here; the message states the fix.
     """
     try:
         if not ref.name.endswith(f"-{document_digests.digest_of(data)}"):

@@ -14,15 +14,15 @@ from weighbridge_storage.head.history_nodes import Node, NodeRef
 from weighbridge_storage.stores.objects import ObjectStore
 
 _CACHED_BYTES = 4 << 20
-"""Most bytes of text of the cached nodes, some 300 for each version; parsed, they take about three times as much."""
+"""Maximum bytes of text of the cached nodes, about 300 for each version. Parsed nodes use about three times as much memory."""
 _WRITES_AT_ONCE = 8
 
 
 class NodeStore:
-    """The nodes of all models' histories. Thread-safe. It caches the nodes that were read or written last, as they never change.
+    """The nodes of all models' histories. Thread-safe. It caches the most recently read or written nodes, because nodes never change.
 
     Args:
-        store: the store that holds them.
+        store: the store that contains them.
     """
 
     def __init__(self, store: ObjectStore) -> None:
@@ -33,8 +33,7 @@ class NodeStore:
         """Read a node.
 
         Raises:
-            NodeMissing: it is not in the store.
-            DataLoss, FailedPrecondition: as `history_nodes.from_json`.
+            NodeMissing: the node is not in the store. DataLoss, FailedPrecondition: as `history_nodes.from_json`.
             WeighbridgeError: as `ObjectStore.get`.
         """
         key = node_key(model, ref.name)
@@ -50,7 +49,7 @@ class NodeStore:
         return node
 
     def write(self, model: ModelName, nodes: Mapping[str, Node]) -> None:
-        """Write nodes; after an error, some of them may be in the store.
+        """Write nodes. After an error, some of them may be in the store.
 
         Raises:
             WeighbridgeError: as `ObjectStore.put`.

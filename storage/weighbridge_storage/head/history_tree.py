@@ -1,7 +1,7 @@
 """Queries and edits of the tree of a model's history. All functions are pure except for ``load``, which reads immutable nodes.
 
-An edit is planned, not carried out: it returns the new nodes and the reference to the new root. The old tree and the new one share all
-other nodes, so both can be read as long as their nodes are in the store.
+An edit is only planned: it returns the new nodes and the reference to the new root. The old tree and the new tree share all other nodes, so
+both can be read as long as their nodes are in the store.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from weighbridge_storage.head.history_nodes import Inner, Leaf, Node, NodeRef, s
 Load: TypeAlias = Callable[[NodeRef], Node]
 """Reads a node."""
 Changes: TypeAlias = Mapping[int, VersionEntry | None]
-"""The new entry of each number; None to remove the present one, if any."""
+"""The new entry of each number; None to remove the current entry, if any."""
 
 
 def find(root: NodeRef | None, number: int, load: Load) -> VersionEntry | None:
-    """The entry of a number; None if there is none. Reads at most one node of each level."""
+    """The entry of a number; None if it does not exist. Reads at most one node of each level."""
     ref = root
     while ref is not None and ref.first <= number <= ref.last:
         node = load(ref)
@@ -39,13 +39,13 @@ def descending(
     below: int | None = None,
     wanted: Callable[[NodeRef], bool] = lambda _ref: True,
 ) -> Iterator[VersionEntry]:
-    """Entries in descending order of their numbers. Each node is read when the iteration gets to it.
+    """Entries in descending order of their numbers. Each node is read when the iteration reaches it.
 
     Args:
         root: root of the tree.
         load: reads a node.
-        below: leave out this number and all above it.
-        wanted: whether any entry below a node is wanted; if not, the node is not read.
+        below: omit this number and all higher numbers.
+        wanted: returns whether any entry below a node is wanted; if not, the node is not read.
     """
     if root is None or not wanted(root) or (below is not None and root.first >= below):
         return
@@ -65,7 +65,7 @@ def nbytes(root: NodeRef | None, load: Load, known: Cache[int]) -> int:
     Args:
         root: root of the tree.
         load: reads a node.
-        known: cache of the bytes below each node, by name. Nodes never change, so only nodes that are new since the last sum are read.
+        known: cache of the bytes below each node, by name. Nodes never change, so only nodes that are new since the last call are read.
     """
     if root is None:
         return 0
@@ -96,8 +96,8 @@ class Edit:
     """Plan of an edit.
 
     Attributes:
-        root: the new root; None if no entry is left.
-        nodes: the nodes to be written before anything refers to the new root, by name.
+        root: the new root; None if no entries are left.
+        nodes: the nodes, by name, that must be written before anything refers to the new root.
     """
 
     root: NodeRef | None
@@ -131,7 +131,7 @@ def edited(
         return ref
 
     def apply(ref: NodeRef | None, level: int, changes: Changes) -> NodeRef | None:
-        """Apply changes to the subtree of ``level`` that covers these numbers; ``ref`` is its present node, maybe of a lower level."""
+        """Apply changes to the subtree of ``level`` that covers these numbers. ``ref`` is its current node, possibly of a lower level."""
         if level == 0:
             leaf = Leaf({}) if ref is None else _leaf(ref, load)
             after = {n: entry for n, entry in {**leaf.entries, **changes}.items() if entry is not None}

@@ -1,9 +1,9 @@
-"""Ledger of a namespace: the bytes that each of its models holds, so that their heads need not be read.
+"""Ledger of a namespace: the stored bytes of each of its models. With it, the models' heads need not be read.
 
-It is derived from the heads: each amount is that of a model's head of some generation, and an amount of a later generation replaces
-it. A replica that opens a version writes the amount of its model, so of two replicas that open versions concurrently, one sees both
-amounts. Deletions and failures may be recorded late; until then the ledger is too high. A replica that is about to refuse a request
-because of it counts the heads first (`counted`).
+It is derived from the heads: each amount comes from one generation of a model's head, and an amount of a later generation replaces it. A
+replica that opens a version writes the amount of its model. So if two replicas open versions concurrently, one of them sees both amounts.
+Deletions and failures may be recorded late; until then the total is too high. Before a replica rejects a request because of the ledger, it
+counts the heads (`counted`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weighbridge_storage.stores.objects import IfMatch, ObjectStore, PutMode
 
 FORMAT = 1
 FEATURES: frozenset[str] = frozenset()
-"""The features that a ledger may require here: none yet."""
+"""The features that a ledger may require in this release: none yet."""
 _PAUSES = Pauses(first=0.002, longest=0.25)
 
 
@@ -33,7 +33,7 @@ class Amount:
     Attributes:
         generation: generation of the head that it was computed from.
         nbytes: bytes of the weights of its versions (`History.nbytes`).
-        extra: the fields that this release does not know.
+        extra: fields that this release does not know.
     """
 
     generation: int
@@ -50,8 +50,8 @@ class Ledger:
 
     Attributes:
         amounts: amounts by the second halves of the models' names.
-        counted_ms: when all heads were last counted, in milliseconds since 1970 UTC; 0 if they never were.
-        extra: the fields that this release does not know.
+        counted_ms: time at which all heads were last counted, in milliseconds since 1970 UTC; 0 if never.
+        extra: fields that this release does not know.
     """
 
     amounts: Mapping[str, Amount] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Ledger:
         return sum(amount.nbytes for amount in self.amounts.values())
 
     def noted(self, name: str, amount: Amount) -> Ledger:
-        """The ledger with the amount of a model's head; the same ledger if it has the amount of this generation or a later one."""
+        """The ledger with the amount of a model's head; the same ledger if it already contains an amount of this or a later generation."""
         there = self.amounts.get(name)
         if there is not None and there.generation >= amount.generation:
             return self
@@ -74,9 +74,9 @@ class Ledger:
         """The ledger after all heads of the namespace were read.
 
         Args:
-            before: the ledger before they were read. Amounts that were noted since then stay.
+            before: the ledger before they were read. Amounts recorded since then stay.
             found: amounts of the models.
-            now_ms: present time in milliseconds since 1970 UTC.
+            now_ms: current time in milliseconds since 1970 UTC.
         """
         meanwhile = {name: each for name, each in self.amounts.items() if before.amounts.get(name) != each}
         after = replace(self, amounts=dict(found), counted_ms=now_ms)
@@ -85,7 +85,7 @@ class Ledger:
         return after
 
     def to_json(self) -> bytes:
-        """The ledger as the text of its object, which ends with its digest."""
+        """The ledger as the text of its object. The text ends with its digest."""
         return document_digests.encode(
             {
                 **self.extra,
@@ -102,7 +102,7 @@ class Ledger:
 
         Raises:
             DataLoss: it is damaged or malformed.
-            FailedPrecondition: it has another format, or requires a feature that is unknown here; the message says what to use.
+            FailedPrecondition: it has another format, or requires a feature that is unknown here; the message states the fix.
         """
         document = document_digests.decode(data, where, FORMAT)
         document.required(FEATURES)
@@ -118,8 +118,8 @@ class LedgerStore:
     """The ledgers in a store. Thread-safe.
 
     Args:
-        store: the store that holds them.
-        patience_s: how long an update is retried while other writers win or the store fails, in seconds.
+        store: the store that contains them.
+        patience_s: seconds for which an update is retried while other writers win or the store fails.
     """
 
     def __init__(self, store: ObjectStore, *, patience_s: float = 10.0) -> None:
@@ -127,7 +127,7 @@ class LedgerStore:
         self._patience_s = patience_s
 
     def read(self, namespace: str) -> Ledger:
-        """The ledger of a namespace; an empty one, with ``counted_ms`` 0, if there is none or it is damaged.
+        """The ledger of a namespace; an empty ledger with ``counted_ms`` 0 if it does not exist or is damaged.
 
         Raises:
             FailedPrecondition: it was written by a newer release.
@@ -136,11 +136,11 @@ class LedgerStore:
         return self._read(namespace)[0]
 
     def update(self, namespace: str, change: Callable[[Ledger], Ledger]) -> Ledger:
-        """Change a ledger with compare-and-swap, retried against other writers, and return it.
+        """Change a ledger with compare-and-swap, and return it. Retries if other writers win.
 
         Args:
             namespace: the namespace.
-            change: returns the new ledger. It must be idempotent. A ledger that it returns unchanged is not written.
+            change: returns the new ledger. It must be idempotent. If it returns the ledger unchanged, the ledger is not written.
 
         Raises:
             Conflict: other writers won every attempt.

@@ -1,4 +1,4 @@
-"""Transitions of open versions in a model's head: opened, claimed, renewed, failed. Pure."""
+"""Transitions of open versions in a model's head: opened, claimed, renewed, failed. All functions are pure."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from weighbridge_storage.documents.names import MAX_VERSION
 from weighbridge_storage.head.head import REMEMBERED_FAILURES, Head
 
 MAX_OPEN = 1024
-"""Most versions of one model that are received at a time."""
+"""Maximum number of versions of one model that are received concurrently."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Properties of a version that a rank states when it opens it, besides step and run. Ranks that state any state the same.
+    """Properties of a version, in addition to step and run, that a rank states when it opens the version. All ranks that state properties
+    must state the same.
 
     Attributes:
         candidate: whether the version is held until it is approved.
         allow_nonfinite: whether it is not held for elements that are NaN or infinite.
-        metadata: metadata that is kept with it.
+        metadata: metadata that is stored with it.
         cast_from: dtypes, by safetensors' names, of tensors that the rank casts to the model's.
-        traceparent: W3C Trace Context of its push; that of the rank which opens the version is kept.
+        traceparent: W3C Trace Context of its push; the context from the rank that opens the version is stored.
     """
 
     candidate: bool = False
@@ -55,13 +56,13 @@ class Asked:
         step: the trainer's step.
         run: the trainer's name for its run.
         ranks: number of ranks that will push.
-        lease_ms: how long the version stays open unless it is renewed, in milliseconds.
+        lease_ms: milliseconds for which the version stays open unless it is renewed.
         said: further properties; they are added to those of earlier ranks.
-        nbytes: total size that its safetensors files will have, in bytes; 0 if not known.
-        by: identity of the caller, as the service knows it; the first rank's is kept.
-        at_least: the lowest number that a new version gets; numbers that are skipped are never given.
-        other: the version that another job has pushed since the last push of this one; kept in the metadata of a new version.
-        base: the base of a version of an adapter; kept in the metadata of a new version.
+        nbytes: total size that its safetensors files will have, in bytes; 0 if unknown.
+        by: identity of the caller, as the service knows it; the first rank's identity is stored.
+        at_least: the lowest number that a new version gets; skipped numbers are never assigned.
+        other: the version that another job has pushed since this job's last push; stored in the metadata of a new version.
+        base: the base of a version of an adapter; stored in the metadata of a new version.
     """
 
     request_id: str
@@ -78,18 +79,18 @@ class Asked:
 
 
 def open_version(head: Head, asked: Asked, now_ms: int) -> tuple[Head, OpenEntry]:
-    """Give a new version the next number, or return the open version that this request has opened before.
+    """Assign the next number to a new version, or return the open version that this request has opened before.
 
-    A number is given only once, even if its version fails.
+    A number is assigned only once, even if its version fails.
 
     Args:
         head: the model's head.
         asked: the request.
-        now_ms: present time in milliseconds since 1970 UTC.
+        now_ms: current time in milliseconds since 1970 UTC.
 
     Raises:
-        InvalidArgument: the request has opened a version of another step or run, with another number of ranks, or with other metadata.
-        ResourceExhausted: all numbers up to `MAX_VERSION` have been given, or too many versions are open.
+        InvalidArgument: the request has already opened a version with a different step, run, number of ranks or metadata.
+        ResourceExhausted: all numbers up to `MAX_VERSION` have been assigned, or too many versions are open.
     """
     said = asked.said
     for there in head.open.values():
@@ -131,7 +132,7 @@ def open_version(head: Head, asked: Asked, now_ms: int) -> tuple[Head, OpenEntry
 
 
 def check_same_request(number: int, there: tuple[int, str, int], asked: tuple[int, str, int]) -> None:
-    """Raise InvalidArgument if step, run and ranks of a version's opening are not those of a later request."""
+    """Raise InvalidArgument if step, run or ranks in a later request differ from those with which the version was opened."""
     if there[2] != asked[2]:
         raise InvalidArgument(
             f"version {number} was opened with {there[2]} ranks, and now with {asked[2]}",
@@ -161,12 +162,12 @@ def _with_said(there: OpenEntry, said: Said) -> OpenEntry:
 
 
 def _with_base(metadata: Metadata, base: BaseVersion | None) -> Metadata:
-    """Metadata with the base of an adapter's version added. Raises InvalidArgument if there is no room for both."""
+    """Metadata with the base of an adapter's version added. Raises InvalidArgument if both together exceed the limit."""
     return metadata if base is None else checked_metadata({**base.metadata, **metadata})
 
 
 def check_same_metadata(number: int, there: Metadata, asked: Metadata) -> None:
-    """Raise InvalidArgument if two ranks give different metadata; a rank may give none."""
+    """Raise InvalidArgument if two ranks give different metadata. A rank may omit metadata."""
     there, asked = by_trainer(there), by_trainer(asked)
     differing = [key for key in sorted(there.keys() | asked.keys()) if there.get(key) != asked.get(key)]
     if there and asked and differing:
@@ -178,13 +179,13 @@ def check_same_metadata(number: int, there: Metadata, asked: Metadata) -> None:
 
 
 def claim_version(head: Head, number: int, claim: str, holder: str = "") -> Head:
-    """Record the writer of an open version's folder. Repeating it with the same claim changes nothing.
+    """Record the writer of an open version's folder. A repeated call with the same claim changes nothing.
 
     Args:
         head: the head before.
         number: number of the version.
         claim: identifier of the agreement under which it is written.
-        holder: ``host:port`` of the replica that has taken it over under that claim; empty for the replica that the claim names.
+        holder: ``host:port`` of the replica that has taken over the version under that claim; empty for the replica that the claim names.
 
     Raises:
         VersionFailed: it is no longer open.
@@ -208,7 +209,7 @@ def renew_version(head: Head, number: int, until_ms: int) -> Head:
 
 
 def give_up_ended(head: Head, ended: Version, now_ms: int) -> Head:
-    """Close an open version that its process has ended: failed or aborted, with its error. See `give_up_version`."""
+    """Close an open version that its process has ended, with the error: the version failed or was aborted. See `give_up_version`."""
     return give_up_version(
         head, ended.number, ended.error, now_ms, aborted=ended.state is VersionState.ABORTED
     )
@@ -217,14 +218,14 @@ def give_up_ended(head: Head, ended: Version, now_ms: int) -> Head:
 def give_up_version(head: Head, number: int, reason: str, now_ms: int, *, aborted: bool = False) -> Head:
     """Close an open version permanently: it can no longer be published, and its objects may be deleted.
 
-    Nothing changes if it is not open.
+    Nothing changes if the version is not open.
 
     Args:
         head: the head before.
         number: number of the version.
         reason: why it failed.
-        now_ms: present time in milliseconds since 1970 UTC.
-        aborted: whether a caller asked for it.
+        now_ms: current time in milliseconds since 1970 UTC.
+        aborted: whether a caller requested this.
     """
     there = head.open.get(number)
     if there is None:
@@ -259,7 +260,7 @@ def still_open(head: Head, number: int) -> OpenEntry:
     """An open version.
 
     Raises:
-        VersionFailed: it is not open; the message gives the reason, where known.
+        VersionFailed: the version is not open; the message gives the reason, if known.
     """
     there = head.open.get(number)
     if there is not None:

@@ -1,19 +1,19 @@
-"""Pins of a model's versions by adapters: a pin keeps the version that an adapter is based on. Pure.
+"""Pins of a model's versions by adapters: a pin keeps the version that an adapter is based on. All functions are pure.
 
-A version of an adapter names its base in the adapter's head from its opening on; the pin is in the base's head. No write changes both, so
-the order of reads and writes has to ensure consistency:
+From its opening on, a version of an adapter names its base in the adapter's head. The pin is in the base's head. A single write cannot
+change both heads, so the order of reads and writes ensures consistency:
 
 1. The version is opened: the adapter's head names its number and its base.
-2. The base's head is read. If it has a pin that no collection doubts, that pin is used; otherwise one is written, without doubt (`pin`).
-   Nothing is received before.
+2. The base's head is read. If it contains a pin that no collection doubts, that pin is used; otherwise a pin without doubt is written
+(`pin`). The service does not receive any data of the version before this step.
 3. The version is received and published, or fails.
 
-A collection removes a pin in three steps. It marks the pin with a doubt of its own (`doubt`), then reads the adapter's head, and, if no
-version there is based on the pinned one, removes the pin if it still has that mark (`unpin`). A version whose step 2 comes before the mark
-was opened before the adapter's head was read, so the head names it. A version whose step 2 comes later finds the doubt, or no pin, and
-writes the pin without the mark, so the pin stays. All are compare-and-swap changes of the base's head. So no version is published whose
-base has no pin, unless the base was deleted by force; and a push to a base that is pinned already reads one more head, and writes none but
-its own.
+A collection removes a pin in three steps. It marks the pin with its own doubt (`doubt`), then reads the adapter's head. If no version there
+is based on the pinned version, it removes the pin if the pin still has that mark (`unpin`). If step 2 of a version precedes the mark, the
+version was opened before the adapter's head was read, so the head names it. If step 2 follows the mark, it finds the doubt, or no pin, and
+writes the pin without the mark, so the pin stays. All of these are compare-and-swap changes of the base's head. So the base of every
+published version has a pin, unless the base was deleted by force. A push to a base that is already pinned reads one additional head, and
+writes only its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.history import History
 
 _NAMED = 5
-"""Most adapters that an error names."""
+"""Maximum number of adapters that an error names."""
 
 
 def pin(history: History, asked: PinEntry, most: int) -> Head:
@@ -37,12 +37,12 @@ def pin(history: History, asked: PinEntry, most: int) -> Head:
 
     Args:
         history: history of the base.
-        asked: the pin. If it is there and no collection doubts it, nothing changes.
-        most: most pins that the identity ``asked.by`` may have in this head.
+        asked: the pin. If it exists and no collection doubts it, nothing changes.
+        most: maximum number of pins that the identity ``asked.by`` may have in this head.
 
     Raises:
-        NotFound: the version is not part of history: it never was, or it was deleted.
-        ResourceExhausted: the identity has as many pins as it may.
+        NotFound: the version is not part of history: it was never part of it, or was deleted.
+        ResourceExhausted: the identity already has the maximum number of pins.
     """
     head = history.head
     others = tuple(each for each in head.pins if place(each) != place(asked))
@@ -69,7 +69,7 @@ def doubt(head: Head, places: Collection[tuple[int, str]], mark: str) -> Head:
     Args:
         head: head of the base.
         places: `place` of each pin.
-        mark: a new mark for this check. It replaces the mark of another collection, which then does not remove the pin.
+        mark: a new mark for this check. It replaces the mark of any other collection, which then does not remove the pin.
     """
     marked = tuple(replace(each, doubt=mark) if place(each) in places else each for each in head.pins)
     return replace(head, pins=marked)
@@ -94,12 +94,12 @@ def pinned_by(head: Head, number: int) -> tuple[str, ...]:
 
 
 def sees_all(_adapter: str) -> bool:
-    """True for each adapter: where there is no policy, or no caller."""
+    """True for each adapter; used without a policy or without a caller."""
     return True
 
 
 def adapters_text(adapters: Collection[str], sees: Callable[[str], bool]) -> str:
-    """Adapters in an error: the names of some that the caller ``sees``, and the number of the others."""
+    """Text about adapters for an error: the names of some that the caller ``sees``, and the number of the others."""
     known = [each for each in adapters if sees(each)]
     hidden = len(adapters) - len(known)
     others = [counted(hidden, "adapter") + " that you may not look at"] if hidden else []
@@ -107,7 +107,9 @@ def adapters_text(adapters: Collection[str], sees: Callable[[str], bool]) -> str
 
 
 def is_on(adapter: History, base: str, number: int) -> bool:
-    """Whether a version of an adapter that is open, durable, or retired and maybe still readable, is based on this version of a model."""
+    """Whether any version of an adapter is based on this version of a model. Counts versions that are open, durable, or retired and
+    possibly still readable.
+    """
 
     def on(metadata: Metadata) -> bool:
         found = BaseVersion.of(metadata)

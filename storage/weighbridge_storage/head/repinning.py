@@ -1,4 +1,4 @@
-"""Pins of the bases of an adapter's versions, written again where the head of a base has lost them."""
+"""Rewrite of the pins of the bases of an adapter's versions, for bases whose heads have lost them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def repin(heads: HeadStore, adapter: ModelName, history: History) -> None:
     Args:
         heads: the heads of all models.
         adapter: the adapter's name.
-        history: its history.
+        history: history of the adapter.
 
     Raises:
         WeighbridgeError: as `HeadStore.edit`.

@@ -1,12 +1,12 @@
-"""Requests that need approval by other identities, and their approvals: of held versions, and of protected refs. Pure.
+"""Requests that need approval by other identities, and their approvals, for held versions and protected refs. All functions are pure.
 
-A held version needs no request: it waits for an approval of each reason for which it is held. One approval of a reason is enough, and
-the caller's scopes decide whether it may give one.
+A held version does not need a request: it waits for an approval of each reason for which it is held. One approval per reason is enough. The
+caller's scopes determine whether the caller may approve it.
 
-Only a caller with a scope that names a protected ref may change it. If the change needs approvals, it becomes a request. A ref has at
-most one pending request: a newer one supersedes it. An approval names its request, so a repeated or late approval approves nothing else.
-The last approval that a request needs carries it out, in the same write of the head. The scopes at that time count: once an identity has
-lost its scope, its requests cannot be approved and its approvals do not count.
+Only a caller with a scope that names a protected ref may change it. If the change needs approvals, it becomes a request. A ref has at most
+one pending request: a newer request supersedes it. An approval names its request, so a repeated or late approval does not approve anything
+else. The last approval that a request needs carries out the request, in the same write of the head. The scopes at that time apply: once an
+identity has lost its scope, its requests cannot be approved and its approvals do not count.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from weighbridge_storage.head.history import History
 LIFETIME_MS = 7 * 86_400_000
 """Time for which a request waits for approvals, in milliseconds."""
 MAX_PROTECTED = 64
-"""Most protected refs of one model."""
+"""Maximum number of protected refs of one model."""
 
 
 _KEY_DIGITS = 24
@@ -63,7 +63,7 @@ class Asker:
     Attributes:
         name: its identity.
         proven: whether it has authenticated; otherwise one caller could pose as two.
-        names_ref: whether one of its scopes names this ref, instead of all refs.
+        names_ref: whether one of its scopes names this ref instead of all refs.
         scope: the scope that names the ref.
     """
 
@@ -75,11 +75,11 @@ class Asker:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Present rights of identities to change a ref, whatever rights they had earlier.
+    """Current rights of identities to change a ref, regardless of their earlier rights.
 
     Attributes:
         asks: whether the identity of this name may request a change.
-        approves: whether it may approve one.
+        approves: whether it may approve a change.
     """
 
     asks: Callable[[str], bool]
@@ -87,9 +87,10 @@ class Standing:
 
 
 def approve_version(history: History, number: int, approval: Approval) -> Head:
-    """Remove reasons for which a version is held. ``latest`` moves to it if it is then not held, is part of history, and is the highest.
+    """Remove reasons for which a version is held. ``latest`` moves to the version if it is then not held, is part of history, and is the
+    highest such version.
 
-    Nothing changes if it is held for none of these reasons.
+    Nothing changes if the version is not held for any of these reasons.
 
     Args:
         history: the history before.
@@ -102,7 +103,7 @@ def approve_version(history: History, number: int, approval: Approval) -> Head:
     head = history.head
     there = head.open.get(number) or check_there(history, number)
     before = () if there.approval is None else there.approval.reasons
-    # the later of two approvals, with the reasons of both
+    # keep the later of two approvals, with the reasons of both
     merged = replace(approval, reasons=tuple(sorted({*before, *approval.reasons})))
     if there.approval is not None:
         merged = replace(merged, extra=there.approval.extra)
@@ -116,8 +117,9 @@ def approve_version(history: History, number: int, approval: Approval) -> Head:
 def request_name(key: str, by: str, nonce: str) -> str:
     """Identifier of a new request.
 
-    Ended requests are forgotten after a while, and a caller could then reuse an identifier for another change than the one that an approver
-    is about to approve. So the first part of an identifier recognises repetitions of a call, and the caller cannot choose the second part.
+    The record of an ended request is removed after a while. A caller could then reuse its identifier for another change than the one that
+    an approver is about to approve. So the first part of an identifier identifies repetitions of a call, and the caller cannot choose the
+    second part.
 
     Args:
         key: the caller's key for all repetitions of its call.
@@ -140,7 +142,7 @@ def ask(
         may_wait: whether to request the change if it cannot be made at once.
 
     Returns:
-        The head after that, and the request: done or pending.
+        The resulting head, and the request: done or pending.
 
     Raises:
         PermissionDenied: the ref is protected, and no scope of ``asker`` names it.
@@ -167,7 +169,7 @@ def ask(
             return head, pending
         if pending is not None:
             head = _with(head, _closed(pending, REQUEST_SUPERSEDED, asker.name, wanted.asked_ms))
-    # before the request waits for approvals: raises if the change can never be made
+    # before the request waits for approvals: raises if the change is impossible
     after, done = _carried_out(history.under(head), wanted, asker.name, wanted.asked_ms)
     if protection is None or not protection.approvals:
         return after, done
@@ -190,25 +192,25 @@ def approve_request(
     now_ms: int,
     note: str = "",
 ) -> tuple[Head, RequestEntry]:
-    """Approve a request, and carry it out with the last approval that it needs. Approving it again adds no approval.
+    """Approve a request. The last approval that it needs carries out the request. A repeated approval by one identity does not count again.
 
     Args:
         history: the history before.
         ref: the ref that it would change.
         request_id: identifier of the request.
         asker: the approver.
-        standing: present rights to request and approve the change.
-        now_ms: present time in milliseconds since 1970 UTC.
+        standing: current rights to request and approve the change.
+        now_ms: current time in milliseconds since 1970 UTC.
         note: the approver's note.
 
     Returns:
-        The head after that, and the request: done or pending.
+        The resulting head, and the request: done or pending.
 
     Raises:
         PermissionDenied: ``asker`` has made the request, or has no scope that names the ref.
         FailedPrecondition: the request was withdrawn or superseded, or has expired; the approver has not authenticated; or the requester
             has lost its scope.
-        NotFound: there is no such request for this ref, or the version that it names is gone.
+        NotFound: the request does not exist for this ref, or the version that it names no longer exists.
     """
     history = history.under(expire(history.head, now_ms))
     head = history.head
@@ -237,12 +239,12 @@ def approve_request(
 def withdraw_request(
     head: Head, ref: str, request_id: str, asker: Asker, *, now_ms: int
 ) -> tuple[Head, RequestEntry]:
-    """End a request without carrying it out. Withdrawing it again changes nothing.
+    """End a request without carrying it out. A repeated call changes nothing.
 
     Raises:
         PermissionDenied: no scope of ``asker`` names the ref.
-        FailedPrecondition: it was carried out, superseded, or has expired.
-        NotFound: there is no such request for this ref.
+        FailedPrecondition: the request was carried out or superseded, or has expired.
+        NotFound: the request does not exist for this ref.
     """
     head = expire(head, now_ms)
     there = _named(head, ref, request_id)
@@ -255,18 +257,18 @@ def withdraw_request(
 
 
 def protect(head: Head, wanted: RequestEntry, approvals: int, asker: Asker) -> Head:
-    """Protect a ref, whether it exists or not. This can raise its protection, but not lower it.
+    """Protect a ref, whether or not it exists. This can raise the protection, but not lower it.
 
     Args:
         head: the head before.
-        wanted: record of the caller and the time; it is remembered.
+        wanted: record of the caller and the time; it is stored.
         approvals: number of other identities whose approval a change needs.
         asker: the caller.
 
     Raises:
         InvalidArgument: the ref's name is malformed or reserved, or there are too many approvals.
-        FailedPrecondition: the ref needs more approvals now, or the caller has not authenticated.
-        ResourceExhausted: the model has `MAX_PROTECTED` others.
+        FailedPrecondition: the ref already requires more approvals, or the caller has not authenticated.
+        ResourceExhausted: the model already has `MAX_PROTECTED` other protected refs.
     """
     check_ref_name(wanted.ref)
     if not 0 <= approvals <= MAX_APPROVALS:
@@ -307,7 +309,7 @@ def missing(head: Head, request: RequestEntry, standing: Standing) -> int:
 
 
 def _carried_out(history: History, request: RequestEntry, by: str, now_ms: int) -> tuple[Head, RequestEntry]:
-    """The head after a call of ``by`` carries a request out, and the request."""
+    """The head after a call by ``by`` carries out a request, and the request."""
     previous = history.head.ref_numbers.get(request.ref, 0)
     done = replace(_closed(request, REQUEST_DONE, by, now_ms), previous=previous)
     return _effect(history.under(_with(history.head, done)), done), done
@@ -331,8 +333,9 @@ def _effect(history: History, request: RequestEntry) -> Head:
 
 
 def _with(head: Head, request: RequestEntry) -> Head:
-    """A head with a request: it replaces the one of the same identifier, or is added last, and the oldest ended ones are forgotten. Requests
-    for refs that are not protected are not kept."""
+    """A head with a request. It replaces the request with the same identifier, or is added last. The oldest ended requests are removed.
+    Requests for unprotected refs are not stored.
+    """
     if request.ref not in head.protected:
         return head
     there = [request if each.request_id == request.request_id else each for each in head.requests]
@@ -348,7 +351,7 @@ def _closed(request: RequestEntry, state: str, by: str, now_ms: int) -> RequestE
 
 
 def _meaning(request: RequestEntry) -> tuple[str, str, int, str]:
-    """Content of a request and its requester: requests with the same are one."""
+    """Content of a request and its requester. Requests with the same result count as one request."""
     return request.ref, request.action, request.version, request.by
 
 
@@ -376,7 +379,7 @@ def _named(head: Head, ref: str, request_id: str) -> RequestEntry:
 
 
 def _check_pending(head: Head, request: RequestEntry, also: str) -> None:
-    """Raise FailedPrecondition if a request has ended, and not in the state ``also``."""
+    """Raise FailedPrecondition if a request has ended in a state other than ``also``."""
     if request.state in (REQUEST_PENDING, also):
         return
     by = f" by {request.closed_by}" if request.closed_by else ""

@@ -1,18 +1,17 @@
-"""Decision which versions of a model are kept, with the reasons. Pure.
+"""Decision which versions of a model are kept, with the reasons. All functions are pure.
 
 A version is kept if a ref names it, an engine serves it, an adapter is based on it, or a rule of the model's retention selects it.
-``latest`` names the highest version that is not held, so that one is always kept.
+``latest`` names the highest version that is not held, so this version is always kept.
 
-A held version never displaces one that is not held. `Retention.keep_last` selects that many of the newest versions that are not held,
-and, among the versions newer than the oldest of these, as many of the newest that are held: they may still be approved. So a trainer
-that pushes only NaN from some step on loses none of its good versions, and does not fill the store.
+A held version never displaces a version that is not held. `Retention.keep_last` selects that many of the newest versions that are not held.
+Among the versions newer than the oldest of these, it also selects as many of the newest held versions, because they may still be approved.
+So a trainer that pushes only NaN from some step on does not lose any of its good versions, and does not fill the store.
 
-`Retention.keep_every` selects one version of each slot of that many consecutive numbers: the lowest that is part of history and not
-held. Later decisions change this only if they must: a version that is kept for this reason is never deleted in favour of another, higher
-numbers do not replace it, and numbers are never reused. Only a lower number of the same slot that was still being received, or held,
-replaces it when it is published or approved, and is kept in its place. So a slot that once had a version always has one, unless it is
-deleted by hand. `Retention.keep_every_steps` does the same for slots of that many consecutive steps of one run: versions of two runs never
-share a slot, and versions that were pushed without a step are of step 0.
+`Retention.keep_every` selects one version of each slot of that many consecutive numbers: the lowest number that is part of history and not
+held. Later decisions rarely change this selection: higher numbers do not replace a selected version, and numbers are never reused. Only a
+lower number of the same slot that was still being received, or held, replaces it when it is published or approved. So a slot that once had
+a version always has one, unless it is deleted manually. `Retention.keep_every_steps` does the same for slots of that many consecutive steps
+of one run: versions of two runs never share a slot, and versions that were pushed without a step count as step 0.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Decision:
 
     Attributes:
         kept: versions that stay, by number, with the reasons.
-        retired: numbers of the versions that no rule, ref, engine or adapter keeps.
+        retired: numbers of versions that are not kept by any rule, ref, engine or adapter.
     """
 
     kept: tuple[KeptVersion, ...]
@@ -52,7 +51,7 @@ class Decision:
 
 
 NOBODY: Mapping[int, Sequence[str]] = {}
-"""Versions served by engines, where there is no engine."""
+"""Versions served by engines, if there are no engines."""
 
 
 def decide(
@@ -66,7 +65,7 @@ def decide(
     Args:
         head: the model's head, with its rules and refs.
         versions: versions that are part of its history, by number in ascending order.
-        now_ms: present time in milliseconds since 1970 UTC.
+        now_ms: current time in milliseconds since 1970 UTC.
         served: names of the engines that serve each version, by its number.
     """
     rules = _rules(head.retention, versions, now_ms)
@@ -121,12 +120,12 @@ def _firsts(released: Sequence[int], slot_of: Callable[[int], Hashable]) -> set[
 
 
 def _last(released: Sequence[int], numbers: Iterable[int], count: int) -> set[int]:
-    """The newest versions that are not held and, among those newer than the oldest of these, as many of the newest held ones.
+    """The newest versions that are not held and, among those newer than the oldest of these, as many of the newest held versions.
 
     Args:
         released: numbers of versions that are not held, in ascending order.
         numbers: numbers of all versions, in ascending order.
-        count: most versions of either kind.
+        count: maximum number of versions of either kind.
     """
     if not count:
         return set()
@@ -142,7 +141,7 @@ def retire(
     """Retire the versions that are not kept, and close abandoned open versions. Arguments are those of `decide`.
 
     Returns:
-        The head after that, and the decision.
+        The resulting head, and the decision.
     """
     history = history.under(give_up_abandoned(history.head, now_ms))
     decision = decide(history.head, history.versions(), now_ms, served)

@@ -1,7 +1,8 @@
-"""Circuit breaker of a store: opens and closes by the calls that were answered or timed out. Pure.
+"""Circuit breaker of a store. It opens when calls time out and closes when calls are answered. All functions are pure.
 
-It opens when a call times out and no other was answered in the second half of that call's timeout, and closes with the next answer. A
-call that hangs while others are answered does not open it: the cause is that object or that connection, not the store.
+The breaker opens when a call times out and no other call was answered in the second half of that call's timeout. It closes with the next
+answer. A call that hangs while others are answered does not open it, because the cause is then that object or that connection instead of
+the store.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class Breaker:
 
     Attributes:
         patience: timeout of a call, in seconds.
-        answered: when a call was answered last.
+        answered: time at which a call was last answered.
         silent_since: start of the silence, if the breaker is open; None if it is closed.
     """
 
@@ -30,17 +31,18 @@ class Breaker:
         return self.silent_since is not None
 
     def silence(self, now: float) -> float:
-        """Seconds without an answer, of an open breaker; 0 of a closed one."""
+        """Seconds without an answer if the breaker is open; 0 if it is closed."""
         return 0.0 if self.silent_since is None else now - self.silent_since
 
     def ended(self, asked: float, now: float, *, away: bool) -> Breaker:
         """State after a call has ended, whether or not its caller still waits for it.
 
         Args:
-            asked: when it was made.
-            now: when it ended.
-            away: whether it ended with an error that the store is away. Within the patience even that is an answer: calls that fail as
-                fast need no breaker, and their errors say more. A later one comes from a time limit below.
+            asked: time at which it was made.
+            now: time at which it ended.
+            away: whether it ended with an error that the store is unreachable. Within the patience, even such an error counts as an answer:
+                calls that fail this fast do not need a breaker, and their own errors are more specific. A later error results from a time
+                limit of a lower layer.
         """
         if away and now >= asked + self.patience:
             return self

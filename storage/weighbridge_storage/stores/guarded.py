@@ -1,10 +1,10 @@
-"""Store whose small calls have a deadline: while a store hangs, callers wait for seconds, and none of their threads hangs with it.
+"""Store whose small calls have a deadline: while a store hangs, callers wait only seconds, and their threads do not hang.
 
-System calls on a network file system hang as long as its server is away, and S3 clients retry for minutes. Here the calls run in threads
-of their own, and a caller that has waited for the patience gets an error. From then on a breaker (`breaker`) refuses calls at once. No
-call of a user tests whether the store is back: one thread of the guard polls it until it answers.
+System calls on a network file system hang as long as its server is unreachable, and S3 clients retry for minutes. Here the calls run in
+separate threads, and a caller gets an error after the timeout (``patience``). From then on a breaker (`breaker`) makes calls fail at once.
+Users' calls do not test whether the store is back: one thread of the guard polls it until it responds.
 
-Nothing is retried or undone here: a write whose caller got `DeadlineExceeded` may still be carried out.
+The guard does not retry or undo anything: a write whose caller got `DeadlineExceeded` may still be carried out.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ DEFAULT_PATIENCE = 5.0
 """Default timeout of a small call, in seconds."""
 _THREADS = 32
 _PAGE = 1000
-"""Names of a listing that one call fetches, as many as S3 returns in one response."""
+"""Number of names of a listing that one call fetches. S3 returns as many in one response."""
 _BYTES_PER_SECOND = 1 << 20
-"""A write has a further second for each MiB."""
+"""A write gets an additional second for each MiB."""
 _ASK_EVERY = 1.0
 """Seconds between two polls of a silent store."""
 _NOTHING = "probe/nothing"
-"""A key without an object."""
+"""A key that never has an object."""
 _FIX = "see whether the object store can be reached from the service; calls go through again as soon as it answers"
 
 T = TypeVar("T")
@@ -56,13 +56,13 @@ class GuardedStore(ObjectStore):
     `get`, `size`, `modified_ms`, `read_range`, `delete`, each page of a listing, and `put` of `bytes` are guarded. Streams, opens, copies,
     and `put` of anything else are passed to the store in the caller's thread.
 
-    Errors that every guarded call may raise besides those of the store: Unavailable (the call was not made, or a read timed out), and
-    DeadlineExceeded (`put` or `delete` timed out; it may have been carried out, or may still be).
+    In addition to the store's errors, every guarded call may raise Unavailable (the call was not made, or a read timed out), and
+    DeadlineExceeded (`put` or `delete` timed out; it may have been carried out, or may still be carried out).
 
     Args:
         store: the store; it is closed with this one.
-        patience: timeout of a call, and silence after which calls fail at once, in seconds.
-        threads: most concurrent calls. Further calls wait for a thread, within their deadline.
+        patience: timeout of a call, and duration of silence after which calls fail at once, in seconds.
+        threads: maximum number of concurrent calls. Further calls wait for a thread, within their deadline.
         count: called after each guarded call with the operation (read, write or list), the seconds it took, and whether it failed.
     """
 
@@ -85,7 +85,7 @@ class GuardedStore(ObjectStore):
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds for which the store has not answered, so that calls fail at once; 0 while it answers."""
+        """Seconds for which the store has not responded, so that calls fail at once; 0 while it responds."""
         with self._lock:
             return self._breaker.silence(time.monotonic())
 
@@ -117,11 +117,11 @@ class GuardedStore(ObjectStore):
         self._write(f"deleting {key}", lambda: self._store.delete(key), self._patience)
 
     def list(self, prefix: str) -> Iterator[str]:
-        """See `ObjectStore.list`. Each page has a deadline of its own."""
+        """See `ObjectStore.list`. Each page has its own deadline."""
         return self._pages(f"listing {check_prefix(prefix)!r}", lambda: self._store.list(prefix))
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """See `ObjectStore.folders`. Each page has a deadline of its own."""
+        """See `ObjectStore.folders`. Each page has its own deadline."""
         return self._pages(f"listing {check_folder_prefix(prefix)!r}", lambda: self._store.folders(prefix))
 
     @property
@@ -183,7 +183,7 @@ class GuardedStore(ObjectStore):
             self._count(operation, time.monotonic() - asked, failed)
 
     def _ask(self, what: str, do: Callable[[], T], seconds: float, *, changes: bool) -> T:
-        """Result of a call within so many seconds; ``changes``: whether the call may have an effect even if it times out."""
+        """Result of a call within ``seconds``. ``changes`` states whether the call may have an effect even if it times out."""
         asked = time.monotonic()
         with self._lock:
             if self._breaker.is_open:
@@ -215,7 +215,7 @@ class GuardedStore(ObjectStore):
         raise Unavailable(f"{what} failed: {_silent(seconds)}", fix=_FIX)
 
     def _observed(self, do: Callable[[], T], asked: float) -> T:
-        """Result of a call; records how it ends in the breaker."""
+        """Result of a call. Records its outcome in the breaker."""
         away = False
         try:
             return do()
@@ -227,7 +227,7 @@ class GuardedStore(ObjectStore):
                 self._breaker = self._breaker.ended(asked, time.monotonic(), away=away)
 
     def _ask_again(self) -> None:
-        """Start to poll a silent store, unless a thread does already. The lock is held."""
+        """Start to poll a silent store, unless a thread already polls it. The caller holds the lock."""
         if not self._asking and not self._closing.is_set():
             threading.Thread(target=self._watch, name="store-watch", daemon=True).start()
             self._asking = True  # after start(): if no thread can be started now, the next call tries again

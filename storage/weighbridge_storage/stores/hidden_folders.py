@@ -15,7 +15,7 @@ FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class HiddenFolders:
-    """The hidden folders of a store, made with its first write.
+    """The hidden folders of a store. Its first write creates them.
 
     Attributes:
         locks: descriptor of the folder of locks.
@@ -48,7 +48,7 @@ def _ensure_folder(parent: int, name: str) -> int:
 
 @contextmanager
 def alone_in(temp_root: int) -> Iterator[None]:
-    """Keep other writers from seeing a sub-folder before it is locked."""
+    """Prevent other writers from seeing a sub-folder before it is locked."""
     fcntl.flock(temp_root, fcntl.LOCK_EX)
     try:
         yield
@@ -57,7 +57,7 @@ def alone_in(temp_root: int) -> Iterator[None]:
 
 
 def _claim_temp_folder(temp_root: int) -> tuple[str, int]:
-    """Make and lock a new sub-folder, after removing those of dead writers. Returns its name and descriptor."""
+    """Create and lock a new sub-folder, after removing the sub-folders of dead writers. Returns its name and descriptor."""
     with alone_in(temp_root):
         remove_stale(temp_root)
         own = uuid.uuid4().hex

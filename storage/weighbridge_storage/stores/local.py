@@ -1,19 +1,19 @@
 """Object store in a local folder.
 
-An object is the plain file of the same path, so that any program that reads files can read the store. Next to the objects lie
-two hidden folders::
+An object is a plain file at the same path, so that any program that reads files can read the store. There are two hidden folders next to
+the objects::
 
     .tmp/<uuid>/<uuid>   files being written; each opened store has its own sub-folder and holds a flock on it
     .locks/<00..ff>      flock files; a key's lock is chosen by its hash
 
-They are made with the first write: a store that is only read is not changed, and may lie on a read-only file system.
+The first write creates them. A store that is only read is not changed, and may be on a read-only file system.
 
-A write fills a temporary file, flushes it to the device, takes the key's lock, checks the condition, renames the file to
-its place and flushes the folder. Readers take no lock. All writers of one folder, in whichever process or on whichever
-host, must see each other's flocks, as they do on every local file system and on NFS.
+A write fills a temporary file, flushes it to the device, takes the key's lock, checks the condition, renames the file to its place and
+flushes the folder. Readers do not take a lock. All writers of one folder, in any process and on any host, must see each other's flocks, as
+they do on every local file system and on NFS.
 
-Paths are walked folder by folder with `O_NOFOLLOW`: a symbolic link is no object and no folder of the store, wherever it
-points. (The root itself may be reached through one.)
+Paths are walked folder by folder with `O_NOFOLLOW`: a symbolic link is neither an object nor a folder of the store, wherever it points.
+(The path of the root itself may contain symbolic links.)
 """
 
 from __future__ import annotations
@@ -54,32 +54,33 @@ from weighbridge_storage.stores.objects import (
 from weighbridge_storage.stores.outcomes import refused
 
 ETAG_BY_CONTENT_LIMIT = 64 << 20
-"""Objects of up to this many bytes have an etag made from their content, larger ones from the file's identity.
+"""Objects of up to this many bytes have an etag that is computed from their content; the etag of larger objects is computed from the file's
+identity.
 
-Conditions are for small objects, and hashing 64 MiB takes some milliseconds. A file's identity (inode, time, size) is cheap for
-weights; but inodes are reused and clocks tick slowly, so it is not relied on where writers race.
+Conditional writes use small objects, and hashing 64 MiB takes a few milliseconds. A file's identity (inode, time, size) is cheap for
+weights. But inodes are reused and clocks tick slowly, so writers that race do not rely on it.
 """
 _LOCK_COUNT = 256
 _COPY_PIECE = 8 << 20
 _STREAM_PIECE = 4 << 20
 _INSTALL_ATTEMPTS = 16
 _NOT_THERE = (FileNotFoundError, NotADirectoryError)
-# The name does not exist, or belongs to something that is no object: a file in place of a folder, a symbolic link, a socket.
+# The name does not exist, or it is not an object: a file in place of a folder, a symbolic link, a socket.
 _NO_OBJECT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
 _CANNOT_LINK = {errno.EMLINK, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
-# O_NONBLOCK: opening a FIFO that someone left in the folder must not wait for its other end.
+# O_NONBLOCK: opening a FIFO in the folder must not wait for its other end.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class LocalStore(ObjectStore):
-    """An object store in a folder, which is made if it is missing.
+    """An object store in a folder. The folder is created if it does not exist.
 
-    Any number of stores, threads and processes may use one folder. The first write of a store removes files that dead writers left
-    in ``.tmp``, and no file of a live one.
+    Any number of stores, threads and processes may use one folder. The first write of a store removes files that dead writers left in
+    ``.tmp``, but not files of live writers.
 
     Raises:
-        Unavailable: the folder cannot be made or read.
-        ResourceExhausted: no room or file handles left.
+        Unavailable: the folder cannot be created or read.
+        ResourceExhausted: no space or file handles left.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -172,14 +173,14 @@ class LocalStore(ObjectStore):
         Readers may see the new object a moment before it is durable.
 
         Raises:
-            FailedPrecondition: the key continues another object's key, or other keys continue it.
+            FailedPrecondition: another object's key is a folder of this key, or this key is a folder of other keys.
         """
         check_key(key)
         what = f"writing {key}"
         temp = uuid.uuid4().hex
         try:
             folder = self._writing().temp
-            # Objects are never changed in place, so the file is read-only; a rename over it needs no permission on it.
+            # Objects are never changed in place, so the file is read-only; renaming another file over it does not require permission on it.
             file = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444, dir_fd=folder)
         except OSError as error:
             raise error_for(error, what) from error
@@ -224,7 +225,7 @@ class LocalStore(ObjectStore):
         temp = uuid.uuid4().hex
         self.size(
             source
-        )  # refuses anything that is no object: a link to a symbolic link would be one as well
+        )  # rejects anything that is not an object: a hard link to a symbolic link would itself be a symbolic link
         try:
             own = self._writing().temp
             with self._folder_of(source) as (folder, name):
@@ -240,14 +241,14 @@ class LocalStore(ObjectStore):
         try:
             self._install(temp, target, "overwrite", what)
         finally:
-            # Renaming a file onto another name of itself does nothing, and leaves both.
+            # Renaming a file onto another name of itself does nothing, and both names remain.
             with suppress(OSError):
                 os.unlink(temp, dir_fd=own)
 
     def discard_unfinished(
         self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None
     ) -> int:
-        """See `ObjectStore.discard_unfinished`. Locks show which writers are dead, so keys and ages are ignored."""
+        """See `ObjectStore.discard_unfinished`. Keys and ages are ignored, because locks show which writers are dead."""
         check_prefix(prefix)
         try:
             temp_root = os.open(TEMP, FOLDER_FLAGS, dir_fd=self._root)
@@ -262,7 +263,7 @@ class LocalStore(ObjectStore):
             raise error_for(error, "removing what dead writers left") from error
 
     def _writing(self) -> HiddenFolders:
-        """The hidden folders, made if needed before a write."""
+        """The hidden folders. They are created before a write if needed."""
         with self._hiding:
             if self._hidden is None:
                 self._hidden = HiddenFolders(self._root)
@@ -279,7 +280,7 @@ class LocalStore(ObjectStore):
                     os.fsync(folder)
                 return
             except FileNotFoundError:
-                # A concurrent deletion of the last other object in the folder removed the folder: make it again.
+                # A concurrent deletion of the last other object in the folder removed the folder: create it again.
                 continue
             except (NotADirectoryError, IsADirectoryError) as error:
                 raise FailedPrecondition(
@@ -303,7 +304,7 @@ class LocalStore(ObjectStore):
                         os.mkdir(folder, dir_fd=current)
                         self._flushed.discard(path)
                     if path not in self._flushed:
-                        # Also if another writer has just made it: that writer may not have flushed it yet.
+                        # Even if another writer has just created it: that writer may not have flushed it yet.
                         os.fsync(current)
                         self._flushed.add(path)
                 current, parent = os.open(folder, FOLDER_FLAGS, dir_fd=current), current
@@ -349,9 +350,9 @@ class LocalStore(ObjectStore):
             os.close(lock)
 
     def _entries(self, path: str) -> Sequence[tuple[str, bool]]:
-        """Names of the files and folders in a folder of the store, with whether each is a folder; empty if it does not exist.
+        """Names of the files and folders in a folder of the store, each with whether it is a folder; empty if the folder does not exist.
 
-        Other programs may have put files there: those that no key can name are skipped.
+        Other programs may have put files there. Files whose name is not a valid key are skipped.
         """
         prefix = f"{path}/" if path else ""
         found = []
@@ -385,7 +386,7 @@ class LocalStore(ObjectStore):
                     yield key
 
     def _prune(self, key: str) -> None:
-        """Remove folders that a deletion left empty: other stores have no empty folders."""
+        """Remove folders that a deletion left empty, because other stores do not have empty folders."""
         path = key
         while "/" in path:
             path = path.rpartition("/")[0]
@@ -423,7 +424,7 @@ def _current_etag(folder: int, name: str) -> str | None:
 
 
 def _etag(status: os.stat_result, content: bytes) -> str:
-    """A file's etag. Content over the limit is ignored."""
+    """A file's etag. Content beyond the limit is ignored."""
     if status.st_size <= ETAG_BY_CONTENT_LIMIT:
         return xxhash.xxh3_128_hexdigest(content)
     return f"{status.st_size:x}-{status.st_mtime_ns:x}-{status.st_ino:x}"

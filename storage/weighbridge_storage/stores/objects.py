@@ -1,7 +1,7 @@
 """Interface of an object store.
 
-A store maps keys such as ``models/acme/smol/head.json`` to bytes. Objects are written whole: a reader sees the old
-object or the new one, never half of one. Conditional writes are the only coordination between writers.
+A store maps keys such as ``models/acme/smol/head.json`` to bytes. Objects are written atomically: a reader sees either the old object or
+the new object, never a part. Conditional writes are the only coordination between writers.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ from weighbridge.errors import (
 )
 
 MAX_KEY_LENGTH = 1024
-"""Most characters of a key; S3's limit, in bytes."""
+"""Maximum characters of a key; S3's limit, in bytes."""
 MAX_COMPONENT_LENGTH = 255
-"""Most bytes between two slashes of a key; the limit of file systems."""
+"""Maximum bytes between two slashes of a key; the limit of file systems."""
 MOST_WHOLE_BYTES = 1 << 30
-"""Longest object that `ObjectStore.get` reads whole. Documents and registered files are far shorter; weights are read in parts."""
+"""Size in bytes of the largest object that `ObjectStore.get` reads. Documents and registered files are much smaller; weights are read in
+parts.
+"""
 
 ByteArray: TypeAlias = NDArray[np.uint8]
 Buffer: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
-"""Contiguous memory, whose bytes a store writes."""
+"""Contiguous memory with the bytes that a store writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class IfMatch:
-    """Condition of a write: the object exists and its etag is still this one."""
+    """Condition of a write: the object exists and still has this etag."""
 
     etag: str
 
@@ -48,25 +50,25 @@ PutMode: TypeAlias = Literal["create", "overwrite"] | IfMatch
 
 
 class ObjectStore(ABC):
-    """Interface of all stores. All methods may be called from any thread, and from several processes at a time.
+    """Interface of all stores. All methods may be called from any thread, and from several processes concurrently.
 
-    Errors that every method may raise besides those it names: InvalidArgument (`check_key` refuses the key),
-    ResourceExhausted (no room, quota or file handles left), Unavailable (the store cannot be reached or refuses
-    access), DataLoss (the device reports that it lost bytes).
+    In addition to its documented errors, every method may raise InvalidArgument (`check_key` rejects the key), ResourceExhausted (no space,
+    quota or file handles left), Unavailable (the store is unreachable or denies access), and DataLoss (the device reports that it lost
+    bytes).
     """
 
     @property
     def is_near(self) -> bool:
-        """Whether its objects are files of this machine, so that repeated reads cost little."""
+        """Whether its objects are files on this machine, so that repeated reads are cheap."""
         return False
 
     @abstractmethod
     def get(self, key: str) -> tuple[bytes, str]:
-        """Content and etag of an object. Two objects with one etag have the same content.
+        """Content and etag of an object. Two objects with the same etag have the same content.
 
         Raises:
-            NotFound: there is no such object.
-            DataLoss: it is longer than `MOST_WHOLE_BYTES`, which no object is that Weighbridge reads whole.
+            NotFound: the object does not exist.
+            DataLoss: the object is longer than `MOST_WHOLE_BYTES`. Weighbridge never writes such an object to be read whole.
         """
 
     @abstractmethod
@@ -91,7 +93,7 @@ class ObjectStore(ABC):
         """Size of an object in bytes.
 
         Raises:
-            NotFound: there is no such object.
+            NotFound: the object does not exist.
         """
 
     @abstractmethod
@@ -99,7 +101,7 @@ class ObjectStore(ABC):
         """Time at which an object was written, by the store's clock, in milliseconds since 1970 UTC. Some stores round down to seconds.
 
         Raises:
-            NotFound: there is no such object.
+            NotFound: the object does not exist.
         """
 
     @abstractmethod
@@ -107,7 +109,7 @@ class ObjectStore(ABC):
         """``length`` bytes of an object from byte ``start`` on.
 
         Raises:
-            NotFound: there is no such object.
+            NotFound: the object does not exist.
             InvalidArgument: the range does not lie within the object.
         """
 
@@ -118,7 +120,7 @@ class ObjectStore(ABC):
         A remote store prefetches the next pieces, and holds a bounded part of the object in memory.
 
         Raises:
-            NotFound: there is no such object.
+            NotFound: the object does not exist.
             Unavailable: it was replaced while it was read.
         """
 

@@ -1,9 +1,9 @@
-"""Outcome of a conditional write whose response is missing, or says that the condition does not hold. Pure.
+"""Outcome of a conditional write whose response is missing, or reports that the condition does not hold. All functions are pure.
 
-A write can be carried out although its response is lost. If the client then retries it, the second response reports the change of the
-first attempt: a conflict with ourselves. So the written data carries an id of its write, and if a response leaves doubt, the data is read
-back before anything is decided. `s3.uploads` decides so about objects, which have the id of their last write, and `head.head_store`
-about heads, which have those of the last few.
+A write can succeed although its response is lost. If the client then retries it, the second response reports a conflict with the change
+that the first attempt made. So the written data contains an id of its write, and if a response leaves doubt, the data is read back before
+the outcome is decided. `s3.uploads` does this for objects, which contain the id of their last write, and `head.head_store` for heads, which
+contain the ids of the last few writes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Outcome: TypeAlias = Literal["written", "conflict", "nothing", "unknown"]
 
 
 def outcome(*, landed: bool, doubtful: bool, moved: bool, forgotten: bool) -> Outcome:
-    """Outcome of a write that ended in an error, from what was read after it.
+    """Outcome of a write that ended in an error, according to a later read.
 
     Args:
-        landed: whether the stored data has the write's id.
-        doubtful: whether an attempt may have been carried out, or may still be.
-        moved: whether its condition does not hold any more, so that no attempt can be carried out now.
+        landed: whether the stored data contains the write's id.
+        doubtful: whether an attempt may have been carried out, or may still be carried out.
+        moved: whether its condition no longer holds, so that no attempt can be carried out now.
         forgotten: whether the id may be missing although the write was carried out, because later writes have replaced it.
 
     Returns:

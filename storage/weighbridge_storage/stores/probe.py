@@ -1,7 +1,7 @@
-"""Probe of a store: whether its conditional writes are atomic, or it only accepts the conditions.
+"""Probe of a store: tests whether its conditional writes are atomic, or whether it accepts conditions without honouring them.
 
-Some servers answer every conditional write as if its condition held, and some check first and write later. With such a store,
-two replicas of the service would each lose versions that the other has published.
+Some servers respond to every conditional write as if its condition held. Others check the condition first and write later. With such a
+store, two replicas of the service would each lose versions that the other has published.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WRITERS = 8
 
 
 def probe(store: ObjectStore) -> None:
-    """Test conditional writes, with single and with racing writers, on objects below ``probe/`` that are removed again.
+    """Test conditional writes with single and with racing writers, on objects below ``probe/``. Removes these objects again.
 
     Args:
         store: any store; several processes can probe a shared one at once.
@@ -62,7 +62,7 @@ def _race(store: ObjectStore, key: str, mode: PutMode) -> str:
     together = threading.Barrier(_WRITERS)
 
     def write(number: int) -> tuple[bytes, str] | None:
-        # each writes its own content: equal contents may have equal etags, and then a condition goes on holding
+        # each writes different content: equal contents may have equal etags, and the condition would then continue to hold
         content = f"{mode} {number}".encode()
         together.wait()
         try:

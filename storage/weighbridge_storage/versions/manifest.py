@@ -64,7 +64,7 @@ class FileEntry:
         xxh3_128: digest of its content, as 32 hex digits.
         blake3: root of its block digests (`weighbridge_storage.versions.digests`), as 64 hex digits.
         sha256: digest of its content, as 64 hex digits; empty if it was not made.
-        extra: the fields that this release does not know.
+        extra: fields that this release does not know.
     """
 
     size: int
@@ -90,7 +90,7 @@ class TensorEntry:
         nbytes: its length in bytes.
         xxh3_128: digest of these bytes, as 32 hex digits.
         nonfinite: number of its elements that are NaN or infinite.
-        extra: the fields that this release does not know.
+        extra: fields that this release does not know.
     """
 
     dtype: DType
@@ -212,7 +212,7 @@ class Manifest:
 
         Raises:
             DataLoss: it is damaged, is malformed, or contradicts itself.
-            FailedPrecondition: it has another format, or requires a feature that is unknown here; the message says what to use.
+            FailedPrecondition: it has another format, or requires a feature that is unknown here; the message states the fix.
         """
         fields = document_digests.decode(data, where, FORMAT)
         requires = fields.required(FEATURES)

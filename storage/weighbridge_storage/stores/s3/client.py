@@ -1,6 +1,6 @@
 """Client of an S3 server: the requests that the store makes.
 
-Every method is one request, which botocore retries if the failure may be transient. Errors are those of botocore.
+Every method makes one request, which botocore retries if the failure may be transient. Methods raise botocore's errors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weighbridge_storage.stores.objects import PutMode
 from weighbridge_storage.stores.s3.settings import S3Settings
 
 WRITE_ID = "weighbridge-write"
-"""Name of the metadata in which every object holds the id of the write that made it."""
+"""Name of the metadata entry in which every object stores the id of the write that created it."""
 _DEFAULT_REGION = "us-east-1"
 _CONNECTIONS = 64
 _PAUSES = Pauses(first=0.05, longest=2.0)
@@ -36,9 +36,9 @@ class ObjectState:
 
     Attributes:
         size: in bytes.
-        etag: opaque; with the quotes that the server puts around it.
-        write_id: id of the write that made it; empty if Weighbridge did not write it.
-        modified_ms: when it was written, by the server's clock, in milliseconds since 1970 UTC; a whole number of seconds.
+        etag: opaque; includes the quotes that the server puts around it.
+        write_id: id of the write that created it; empty if Weighbridge did not write it.
+        modified_ms: time at which it was written, by the server's clock, in milliseconds since 1970 UTC; a whole number of seconds.
     """
 
     size: int
@@ -49,12 +49,12 @@ class ObjectState:
 
 @dataclass(frozen=True, slots=True)
 class UploadedPart:
-    """One part of an upload that the server has.
+    """One part of an upload that the server has stored.
 
     Attributes:
-        number: from 1 on.
+        number: number of the part, starting at 1.
         etag: the server's etag of the part.
-        checksum: CRC32 of its bytes in base64; None for one that was copied on the server.
+        checksum: CRC32 of its bytes in base64; None for a part that was copied on the server.
     """
 
     number: int
@@ -67,7 +67,7 @@ class Unfinished:
     """An upload that is neither completed nor aborted.
 
     Attributes:
-        name: name of the object that it would make.
+        name: name of the object that it would create.
         upload: its id.
         age_s: its age in seconds, by the server's clock.
     """
@@ -78,14 +78,14 @@ class Unfinished:
 
 
 class S3Client:
-    """Requests to one bucket, about objects by their full names in it. Safe to use from many threads.
+    """Requests to one bucket. Objects are identified by their full names in the bucket. Thread-safe.
 
-    Credentials, and endpoint and region where the settings leave them open, are found as boto3 finds them: in environment
-    variables, profiles and roles.
+    boto3 finds the credentials in its usual places: environment variables, profiles and roles. It also finds the endpoint and the region
+    there if the settings do not contain them.
 
     Args:
         settings: the bucket, the server and the limits.
-        session: session of another client, to share its credentials and the description of S3, 13 MB; None for a new one.
+        session: session of another client, to share its credentials and the 13 MB description of S3; None for a new session.
     """
 
     def __init__(self, settings: S3Settings, session: boto3.session.Session | None = None) -> None:
@@ -103,8 +103,8 @@ class S3Client:
         # without TLS, a proxy from the environment could read the weights
         self._s3 = make(proxies={})
         if self._s3.meta.endpoint_url.startswith("https:"):
-            # Our checksum is in a signed header, and TLS protects the bytes: hashing them with SHA-256 as well would cost more
-            # than all the rest.
+            # Our checksum is in a signed header, and TLS protects the bytes. Also hashing them with SHA-256 would cost more than everything
+            # else.
             self._s3 = make(payload_signing_enabled=False)
         self._signer = make(settings.public_endpoint) if settings.public_endpoint else self._s3
         self._bucket = settings.bucket
@@ -126,17 +126,17 @@ class S3Client:
         )
 
     def get(self, name: str) -> dict[str, Any]:
-        """An object: ``Body`` is a stream that compares the bytes with the server's checksum if there is one."""
+        """An object. ``Body`` is a stream that compares the bytes with the server's checksum, if the server sends one."""
         return dict(self._s3.get_object(Bucket=self._bucket, Key=name, ChecksumMode="ENABLED"))
 
     def get_range(self, name: str, start: int, length: int, etag: str | None) -> dict[str, Any]:
-        """At least one byte of an object, if its etag is this one: ``Body`` and ``ContentRange``."""
+        """A non-empty range of an object, if the object has this etag: ``Body`` and ``ContentRange``."""
         condition = {} if etag is None else {"IfMatch": etag}
         spread = f"bytes={start}-{start + length - 1}"
         return dict(self._s3.get_object(Bucket=self._bucket, Key=name, Range=spread, **condition))
 
     def presigned_url(self, name: str, seconds: int) -> str:
-        """A URL for a GET of an object, valid for so many seconds. Makes no request."""
+        """A URL for a GET of an object, valid for ``seconds``. Does not make a request."""
         return str(
             self._signer.generate_presigned_url(
                 "get_object", Params={"Bucket": self._bucket, "Key": name}, ExpiresIn=seconds
@@ -160,12 +160,12 @@ class S3Client:
         self._s3.delete_object(Bucket=self._bucket, Key=name)
 
     def copy(self, source: str, target: str, write_id: str) -> str:
-        """Copy an object within the bucket. Returns the copy's etag, if the server's response has it."""
+        """Copy an object within the bucket. Returns the copy's etag, if the server's response contains it."""
         response = self._s3.copy_object(
             Bucket=self._bucket,
             Key=target,
             CopySource={"Bucket": self._bucket, "Key": source},
-            MetadataDirective="REPLACE",  # a copied write id would say that another write has made the target
+            MetadataDirective="REPLACE",  # a copied write id would indicate that another write has created the target
             Metadata={WRITE_ID: write_id},
         )
         return str(response.get("CopyObjectResult", {}).get("ETag", ""))
@@ -181,7 +181,7 @@ class S3Client:
             yield from (entry["Prefix"] for entry in page.get("CommonPrefixes", ()))
 
     def begin_upload(self, name: str, write_id: str, *, checksums: bool) -> str:
-        """Begin a multipart upload. Returns its id. ``checksums``: whether its parts will have our checksums."""
+        """Begin a multipart upload. Returns its id. ``checksums`` states whether its parts will have our checksums."""
         extra = {"ChecksumAlgorithm": "CRC32"} if checksums else {}
         response = self._s3.create_multipart_upload(
             Bucket=self._bucket, Key=name, Metadata={WRITE_ID: write_id}, **extra
@@ -204,7 +204,7 @@ class S3Client:
     def copy_part(
         self, name: str, upload: str, number: int, source: str, etag: str, start: int, length: int
     ) -> UploadedPart:
-        """Make a part from bytes of another object, if its etag is still this one."""
+        """Create a part from bytes of another object, if that object still has this etag."""
         response = self._s3.upload_part_copy(
             Bucket=self._bucket,
             Key=name,
@@ -217,7 +217,7 @@ class S3Client:
         return UploadedPart(number, response["CopyPartResult"]["ETag"], None)
 
     def complete(self, name: str, upload: str, parts: Sequence[UploadedPart], mode: PutMode) -> str:
-        """Make the object from its parts. Returns its etag."""
+        """Create the object from its parts. Returns its etag."""
         listed = [
             {"PartNumber": part.number, "ETag": part.etag}
             | ({} if part.checksum is None else {"ChecksumCRC32": part.checksum})
@@ -239,7 +239,7 @@ class S3Client:
     def uploads(self, prefix: str) -> Iterator[Unfinished]:
         """All uploads to names that begin with ``prefix``."""
         for page in self._pages("list_multipart_uploads", Prefix=prefix):
-            # by the server's clock, as the time at which each began
+            # by the server's clock, because the start time of each upload is, too
             now = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
             for entry in page.get("Uploads", ()):
                 age = now - entry["Initiated"]
@@ -276,5 +276,5 @@ def _crc32(body: Body) -> str:
 
 
 def pause(attempt: int) -> None:
-    """Sleep before a further attempt; ``attempt`` is 0 for the first such pause."""
+    """Sleep before a retry. ``attempt`` is 0 for the first pause."""
     time.sleep(_PAUSES.after(attempt, DICE.random()))

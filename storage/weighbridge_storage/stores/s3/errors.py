@@ -32,7 +32,7 @@ from weighbridge.errors import (
 S3_ERRORS = (BotoCoreError, ClientError, ResponseParserError)
 """All errors that boto3 raises for a request."""
 
-# Expired credentials are fetched anew before each attempt, so a failure to fetch them may come after an earlier attempt.
+# Expired credentials are fetched again before each attempt, so a failure to fetch them may follow an earlier attempt.
 _NO_ANSWER = (
     HTTPClientError,
     NoConnection,
@@ -61,7 +61,7 @@ _LONGEST_REASON = 200
 
 
 def status_of(error: Exception) -> int:
-    """HTTP status of the server's response; 0 if there was none."""
+    """HTTP status of the server's response; 0 without a response."""
     if not isinstance(error, ClientError):
         return 0
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -74,19 +74,19 @@ def code_of(error: Exception) -> str:
 
 
 def was_retried(error: Exception) -> bool:
-    """Whether the response is not to the first attempt: an earlier one may have been carried out with its response lost."""
+    """Whether the response belongs to a retry: an earlier attempt may have been carried out although its response was lost."""
     if not isinstance(error, ClientError):
         return False
     return bool(error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0))
 
 
 def is_missing(error: Exception) -> bool:
-    """Whether the error means that the object does not exist (and not its bucket or an upload)."""
+    """Whether the error means that the object does not exist, as opposed to its bucket or an upload."""
     return status_of(error) == 404 and code_of(error) not in ("NoSuchBucket", "NoSuchUpload")
 
 
 def is_unanswered(error: Exception) -> bool:
-    """Whether the server may still carry the request out: it sent no response, an unreadable one, or one of its own failure."""
+    """Whether the server may still carry out the request: it did not respond, its response was unreadable, or it reported a server error."""
     status = status_of(error)
     return isinstance(error, _NO_ANSWER) or status >= 500 or status in (408, 429) or code_of(error) in _LATER
 
@@ -99,7 +99,7 @@ def s3_error(error: Exception, what: str) -> WeighbridgeError:
         what: the operation, e.g. ``writing models/acme/smol/head.json``.
 
     Returns:
-        An error of our own that holds no credentials, to be raised from ``error``.
+        One of Weighbridge's errors, without credentials, to be raised from ``error``.
     """
     status, code, reason = status_of(error), code_of(error), _reason(error)
     failed = f"{what} failed: {reason}"
@@ -136,7 +136,7 @@ def s3_error(error: Exception, what: str) -> WeighbridgeError:
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Translate errors of boto3; errors of the caller's stream pass through."""
+    """Translate errors of boto3. Errors of the caller's stream pass through unchanged."""
     try:
         yield
     except S3_ERRORS as error:
@@ -144,7 +144,7 @@ def translated(what: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Cause of an error in a few words that cannot contain a secret."""
+    """Cause of an error in a few words. It cannot contain a secret."""
     if isinstance(error, ClientError):
         text = f"{code_of(error)} ({status_of(error)}): {error.response.get('Error', {}).get('Message', '')}"
     elif isinstance(error, HTTPClientError | NoConnection | NoCredentialsError | PartialCredentialsError):

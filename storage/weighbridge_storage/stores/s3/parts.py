@@ -1,4 +1,4 @@
-"""Parts of an object: their sizes, and their concurrent transfer within a bound on memory."""
+"""Parts of an object: their sizes, and their concurrent transfer within a memory limit."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def part_size(sent: int, total: int | None, smallest: int) -> int:
 
     Args:
         sent: bytes in the parts before it.
-        total: bytes of the object if that is known: then all parts have one size.
-        smallest: no part but the last is smaller.
+        total: bytes of the object, if known; all parts then have the same size.
+        smallest: minimum size of all parts but the last.
     """
     if total is not None:
         return max(smallest, -(-total // MOST_PARTS))
@@ -40,7 +40,9 @@ def part_size(sent: int, total: int | None, smallest: int) -> int:
 
 
 class PartsBudget:
-    """A number of bytes that threads share: a request for more than is left waits, and one for more than the total waits to be alone."""
+    """A number of bytes that threads share. A request for more bytes than are left waits. A request for more than the total waits until no
+    other thread holds any.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -48,13 +50,13 @@ class PartsBudget:
         self._changed = threading.Condition()
 
     def take(self, nbytes: int) -> None:
-        """Wait for room, and take it."""
+        """Wait until these bytes are left, and take them."""
         with self._changed:
             self._changed.wait_for(lambda: self._taken == 0 or self._taken + nbytes <= self._nbytes)
             self._taken += nbytes
 
     def give_back(self, nbytes: int) -> None:
-        """Return room to other threads."""
+        """Return bytes to the budget."""
         with self._changed:
             self._taken -= nbytes
             self._changed.notify_all()
@@ -65,7 +67,7 @@ class HeldPart:
 
     Attributes:
         body: the bytes; empty after the last part.
-        is_last: whether it is certain that no part follows.
+        is_last: whether this is certainly the last part.
     """
 
     def __init__(self, body: bytearray, is_last: bool, room: int, budget: PartsBudget) -> None:
@@ -75,7 +77,7 @@ class HeldPart:
         self._budget = budget
 
     def release(self) -> None:
-        """Drop the bytes, and return their room. Repeating it does nothing."""
+        """Drop the bytes and return them to the budget. Repeated calls do nothing."""
         self.body = bytearray()
         room, self._room = self._room, 0
         if room:
@@ -83,7 +85,7 @@ class HeldPart:
 
 
 class PartReader:
-    """Assembles parts by copying pieces: a stream's piece is only valid until the next one is taken.
+    """Assembles parts by copying pieces, because a stream's piece is valid only until the next piece is taken.
 
     Args:
         data: as `ObjectStore.put` takes it.
@@ -100,7 +102,7 @@ class PartReader:
         self._sent = 0
 
     def next(self) -> HeldPart:
-        """The next part, when there is room for it.
+        """The next part. Waits until the budget has space for it.
 
         Raises:
             InvalidArgument: a piece is not contiguous memory.
@@ -131,7 +133,7 @@ class PartReader:
 
 
 class Sending(Generic[T]):
-    """Tasks of one call in a pool that many calls share; no task runs any more when the context ends."""
+    """Tasks of one call in a pool that many calls share. All tasks have ended when the context ends."""
 
     def __init__(self, pool: Executor) -> None:
         self._pool = pool
@@ -142,7 +144,7 @@ class Sending(Generic[T]):
         """Run a task in the pool, and ``ended`` after it, even if it fails or is cancelled.
 
         Raises:
-            Exception: the error of an earlier task; this one is not run.
+            Exception: the error of an earlier task; the new task does not run.
         """
         if self._failed.is_set():
             self.results()

@@ -1,7 +1,7 @@
-"""Reads from S3, verified to return all requested bytes, of one object.
+"""Reads from S3. They verify that all requested bytes arrive and belong to one object.
 
-botocore retries a request, but not the body of a response: a body that is cut short, or does not match the server's checksum, is
-requested again here.
+botocore retries a request, but not the body of a response. This module requests a body again if it is cut short or does not match the
+server's checksum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _ATTEMPTS = 6
 _PIECE = 8 << 20
-"""Bytes of a piece of a stream: large enough that the time to the first byte of a response matters little."""
+"""Bytes of a piece of a stream: large enough that the time to the first byte of a response is insignificant."""
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
 
 
@@ -35,11 +35,11 @@ class _Changed(Exception):
 
 
 class _Damaged(Exception):
-    """The body is not the requested one."""
+    """The body is not the requested data."""
 
 
 class Reads:
-    """Reads of objects by their full names; ``what`` is the operation, for messages. Safe to use from many threads.
+    """Reads of objects by their full names. ``what`` is the operation, for messages. Thread-safe.
 
     Args:
         client: makes the requests.
@@ -72,7 +72,7 @@ class Reads:
         Raises:
             InvalidArgument: the range does not lie within the object.
         """
-        if start < 0 or length <= 0:  # HTTP has no such ranges
+        if start < 0 or length <= 0:  # HTTP cannot express such ranges
             size = self.head(name, what).size
             if start < 0 or length < 0 or start > size:
                 raise _outside(start, length, size, what)

@@ -1,4 +1,4 @@
-"""Settings of an S3 store, and the syntax of its location. Imports nothing of boto3."""
+"""Settings of an S3 store, and the syntax of its location. Does not import boto3."""
 
 from __future__ import annotations
 
@@ -32,18 +32,17 @@ class S3Settings:
         bucket: the bucket's name; it must exist.
         prefix: prefix of all keys in the bucket; empty, or ends with a slash.
         endpoint: URL of the server; None for AWS, or the value of ``AWS_ENDPOINT_URL``.
-        region: region to sign for; None for that of the environment.
-        addressing: the bucket as a part of the path or of the host name; ``auto`` is a path on a custom endpoint.
-        public_endpoint: URL under which clients reach the server, for presigned URLs; None for the same.
-        part_bytes: size of a part of an upload, in bytes; larger where that would make more than `MOST_PARTS`.
-        memory_bytes: most bytes of parts that are held for uploads at a time, by all threads together. One part may be
-            larger.
-        single_copy_bytes: objects of more bytes are copied in parts.
-        page: most names that one request of a listing asks for.
-        parallel: most parts of uploads and pieces of streams in transfer at a time, of all calls together.
-        attempts: most attempts of a request.
-        connect_timeout_s: seconds to wait for a connection, and for the server to take more bytes of a request: urllib3 has
-            one timeout for both.
+        region: region to sign for; None for the region from the environment.
+        addressing: whether the bucket is part of the path or of the host name; ``auto`` uses the path on a custom endpoint.
+        public_endpoint: URL under which clients reach the server, for presigned URLs; None for ``endpoint``.
+        part_bytes: size of a part of an upload, in bytes; parts are larger if the upload would otherwise have more than `MOST_PARTS`.
+        memory_bytes: maximum bytes of parts that all threads together hold for uploads at a time. A single part may be larger.
+        single_copy_bytes: larger objects are copied in parts.
+        page: maximum number of names that one request of a listing asks for.
+        parallel: maximum number of parts of uploads and pieces of streams that all calls together transfer at a time.
+        attempts: maximum number of attempts of a request.
+        connect_timeout_s: seconds to wait for a connection, and for the server to accept more bytes of a request. urllib3 has one timeout
+            for both.
         read_timeout_s: seconds to wait for the next bytes of a response.
 
     Raises:

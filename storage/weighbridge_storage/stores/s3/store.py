@@ -1,8 +1,8 @@
-"""Object store in a bucket, or in a part of one.
+"""Object store in a bucket or in a part of a bucket.
 
-An object's name in the bucket is the store's prefix and its key. Conditions are the server's: If-None-Match and If-Match, on
-PutObject and on the request that completes a multipart upload. The server must honour them, which `probe` tests; AWS,
-SeaweedFS, MinIO, Ceph and R2 document that they do.
+An object's name in the bucket is the store's prefix followed by its key. The server evaluates the conditions: If-None-Match and If-Match,
+on PutObject and on the request that completes a multipart upload. `probe` tests whether the server honours them. AWS, SeaweedFS, MinIO,
+Ceph and R2 document that they do.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from weighbridge_storage.stores.s3.settings import S3Settings
 from weighbridge_storage.stores.s3.uploads import Uploads
 
 _HASTY_ATTEMPTS = 3
-"""Attempts of a request under a time limit: a refused connection is reported within three seconds."""
+"""Maximum attempts of a request under a time limit. With this value, a refused connection is reported within three seconds."""
 
 
 class S3Store(ObjectStore):
-    """An object store on an S3 server. Makes no request before the first call.
+    """An object store on an S3 server. The constructor does not make a request.
 
     Args:
         settings: the bucket, the server and the limits.
@@ -56,7 +56,7 @@ class S3Store(ObjectStore):
         self._reads = Reads(self._client, settings, self._pool)
 
     def with_time_limit(self, seconds: float) -> S3Store:
-        """See `ObjectStore.with_time_limit`: a store with connections of its own, to be closed separately."""
+        """See `ObjectStore.with_time_limit`: the result has its own connections and must be closed separately."""
         limits = replace(
             self._settings, connect_timeout_s=seconds, read_timeout_s=seconds, attempts=_HASTY_ATTEMPTS
         )
@@ -68,7 +68,7 @@ class S3Store(ObjectStore):
         self._client.close()
 
     def get(self, key: str) -> tuple[bytes, str]:
-        """See `ObjectStore.get`. Compares the content with the server's checksum, if it has one for the whole object."""
+        """See `ObjectStore.get`. Compares the content with the server's checksum, if the server has one for the whole object."""
         return self._reads.get(self._name(key), f"reading {key}")
 
     def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
@@ -92,7 +92,7 @@ class S3Store(ObjectStore):
         return self._reads.stream(self._name(key), f"reading {key}")
 
     def presigned_url(self, key: str, seconds: int) -> str:
-        """See `ObjectStore.presigned_url`: signed with SigV4, for the public endpoint if there is one."""
+        """See `ObjectStore.presigned_url`: the URL is signed with SigV4, for the public endpoint if one is set."""
         with translated(f"signing a URL of {key}"):
             return self._client.presigned_url(self._name(key), seconds)
 
@@ -110,15 +110,15 @@ class S3Store(ObjectStore):
             self._client.delete(self._name(key))
 
     def copy(self, source: str, target: str) -> None:
-        """See `ObjectStore.copy`. The server copies; no bytes are transferred to this process."""
+        """See `ObjectStore.copy`. The server copies the bytes; they are not transferred to this process."""
         self._uploads.copy(self._name(source), self._name(target), f"copying {source} to {target}")
 
     def discard_unfinished(
         self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None
     ) -> int:
-        """See `ObjectStore.discard_unfinished`: aborts multipart uploads. Their parts cost money until then.
+        """See `ObjectStore.discard_unfinished`: aborts multipart uploads. Their parts incur storage costs until then.
 
-        Ages are by the server's clock. Some servers (MinIO) list uploads for whole keys only, so none are found there.
+        Ages are measured by the server's clock. Some servers (MinIO) list uploads only for whole keys, so no uploads are found there.
         """
 
         def chosen(name: str) -> bool:

@@ -1,8 +1,8 @@
-"""Uploads to S3, in one request or in parts, which leave nothing behind when they fail.
+"""Uploads to S3, in one request or in parts. A failed upload does not leave anything behind.
 
-Data that fits into one part goes in one request. All other data is a multipart upload: the caller's thread fills parts, a pool
-sends them, and a last request, which carries the condition, makes the object. A failed upload is aborted; uploads remain only of
-processes that died, and where the last request may still be carried out.
+Data that fits into one part is sent in one request. All other data is sent as a multipart upload: the caller's thread fills parts, a pool
+sends them, and a last request, which contains the condition, creates the object. A failed upload is aborted. Uploads remain only if their
+process died, or if the last request may still be carried out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from weighbridge_storage.stores.s3.settings import S3Settings
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 5
-"""Attempts of a write that meets a concurrent one, or of a copy whose source changes."""
+"""Maximum attempts of a write that meets a concurrent write, or of a copy whose source changes."""
 _COPIED_PART = 256 << 20
 
 
@@ -55,7 +55,7 @@ class _Upload:
 
 
 class Uploads:
-    """Writes objects by their full names. Safe to use from many threads.
+    """Writes objects by their full names. Thread-safe.
 
     Args:
         client: makes the requests.
@@ -84,7 +84,7 @@ class Uploads:
         size = size_of(data)
         budget = self._budget
         if size is not None and size <= self._settings.part_bytes:
-            # A small write, which other replicas may wait for, does not queue behind the parts of large ones.
+            # A small write, which other replicas may wait for, does not queue behind the parts of large writes.
             budget = PartsBudget(size)
         reader = PartReader(data, self._settings.part_bytes, budget)
         first = reader.next()
@@ -96,7 +96,7 @@ class Uploads:
             first.release()
 
     def copy(self, source: str, target: str, what: str) -> None:
-        """Copy an object on the server, as `ObjectStore.copy`; ``what`` is the operation, for messages."""
+        """Copy an object on the server, as `ObjectStore.copy`. ``what`` is the operation, for messages."""
         for attempt in range(_ATTEMPTS):
             with translated(what):
                 found = self._client.head(source)
@@ -148,7 +148,7 @@ class Uploads:
         self._made(target, write_id, "overwrite", what, partial(self._client.copy, source, target, write_id))
 
     def _copy_parts(self, source: str, etag: str, size: int, target: str, what: str) -> bool:
-        """Copy an object in parts. Returns whether it is copied; if not, the source has changed."""
+        """Copy an object in parts. Returns whether it was copied; if not, the source has changed."""
         step = part_size(0, size, min(_COPIED_PART, self._settings.single_copy_bytes))
         with self._begun(target, what, checksums=False) as upload:
             try:
@@ -178,7 +178,7 @@ class Uploads:
         try:
             yield upload
         except DeadlineExceeded:
-            # Some servers delete the parts of the finished object if both requests meet.
+            # Some servers delete the parts of the finished object if both requests coincide.
             log.warning("%s: its upload is left, as it may still be completed", what)
             raise
         except BaseException:
@@ -198,7 +198,7 @@ class Uploads:
         send: Callable[[], str],
         attempts: int = _ATTEMPTS,
     ) -> str:
-        """The etag of an object that a request makes, even if its response is lost.
+        """The etag of an object that a request creates, even if its response is lost.
 
         Args:
             name: name of the object.
@@ -206,7 +206,7 @@ class Uploads:
             mode: the condition.
             what: the operation, for messages.
             send: sends the request; returns the etag.
-            attempts: most attempts while a concurrent write is in progress.
+            attempts: maximum number of attempts while a concurrent write is in progress.
 
         Raises:
             Conflict: the condition does not hold; nothing was written.
@@ -251,11 +251,11 @@ class Uploads:
 def decide(
     error: Exception, found: ObjectState | None, write_id: str, mode: PutMode
 ) -> Outcome | Literal["failed"]:
-    """Outcome of a write that ended in an error of boto3, by the rule of `outcome`.
+    """Outcome of a write that ended in an error of boto3, according to `outcome`.
 
     Args:
         error: the error.
-        found: the object as read after that; None if there was none.
+        found: the object as read afterwards; None if it did not exist.
         write_id: id of the write.
         mode: its condition.
 
@@ -263,7 +263,7 @@ def decide(
         As `outcome`, where ``nothing`` means that a concurrent write was in progress; or ``failed``: nothing was written, and the error is
         the reason.
     """
-    # AWS answers 404 to If-Match where there is no object, others 412
+    # if the object does not exist, AWS responds to If-Match with 404, other servers with 412
     refusal = status_of(error) in (409, 412) or (is_missing(error) and isinstance(mode, IfMatch))
     found_outcome = outcome(
         landed=found is not None and found.write_id == write_id,
