@@ -330,9 +330,7 @@ class Exports:
             if entry.unwanted:
                 raise _Cancelled
             target.parent.mkdir(parents=True, exist_ok=True)
-            inside(
-                self._root, str(target.relative_to(self._root))
-            )  # check again, because a link may have appeared since
+            inside(self._root, str(target.relative_to(self._root)))  # again: a link may have appeared since
             unfinished.rename(target)
 
     def _sign(self, job: ExportJob, folder: Path) -> None:

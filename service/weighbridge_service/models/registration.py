@@ -134,9 +134,7 @@ def model_for_registration(
     elif not dtype and there is not None and has_versions and not is_listed(there):
         kept = _kept(name, there)
     model = RegisteredModel(name, files["config.json"], kept, files_id, sorted(files))
-    _ = (
-        model.identity
-    )  # builds the bridge, so that a model without a valid map is refused now instead of at a push
+    _ = model.identity  # builds the bridge: a model without a valid map is refused now, not at a push
     return model
 
 

@@ -3,8 +3,8 @@
 May import: `weighbridge`.
 
 - `names`: names of models, refs, files and versions, and their keys in a store.
-- `strict_json`: JSON that is read without trusting it.
-- `document_digests`: digests by which damage to a document is found.
-- `entries`: versions, refs and requests, as heads and histories hold them.
+- `strict_json`: strict reader and writer of JSON.
+- `document_digests`: digests that reveal damage to a document.
+- `entries`: versions, refs and requests in heads and histories.
 - `entry_json`: entries as objects of stored JSON text.
 """

@@ -1,8 +1,8 @@
-"""Digests of stored documents, which show damage.
+"""Digests of stored documents. They reveal damage.
 
-A history node's name contains the digest of its text, and its parent names it. The names of heads and manifests say nothing of
-their content, so their texts end with the digest of the bytes before it. Both digests are over bytes and not over values: a writer
-is free in how it formats JSON, and a reader checks a document before it parses it.
+The name of a history node contains the digest of its text, and its parent refers to it by this name. The names of heads and manifests do
+not depend on their content, so their texts end with the digest of the preceding bytes. Both digests cover bytes instead of values: a writer
+may format JSON in any way, and a reader checks a document before it parses it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def decode(data: bytes, where: str, current: int) -> strict_json.Fields:
         current: the format that it should have.
 
     Raises:
-        DataLoss: it does not match its digest, or is malformed.
-        FailedPrecondition: it has another format.
+        DataLoss: the document does not match its digest, or is malformed.
+        FailedPrecondition: the document has another format.
     """
     ends = _END.match(data, max(len(data) - _END_LENGTH, 0))
     if ends is None:

@@ -1,6 +1,6 @@
 """Entries of a model's head and history: versions in each of their states, refs, and the protection of refs.
 
-An entry keeps the fields of its object that this release does not know, and writes them back (`extra`).
+An entry keeps fields of its object that this release does not know, and writes them back (`extra`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from weighbridge_storage.documents.names import MAX_VERSION, ModelName, check_re
 
 MAX_TEXT = 256
 MAX_REASONS = 16
-"""Most reasons for which a version is held."""
+"""Maximum number of reasons for which a version is held."""
 MAX_APPROVALS = 16
-"""Most approvals that a change of a ref can take."""
+"""Maximum number of approvals that a change of a ref can require."""
 FAILED, ABORTED = "failed", "aborted"
-"""The states of `FailedEntry`."""
+"""States of `FailedEntry`."""
 _NUMBER = (1, MAX_VERSION)
 
 
@@ -32,8 +32,8 @@ class Approval:
     """Approval of a version that was held, or of a request to change a protected ref.
 
     Attributes:
-        by: identity of the approver; for a version, a free text that the approver gave, which may be empty.
-        approved_ms: time of the approval in milliseconds since 1970 UTC; for a version, of the last one.
+        by: identity of the approver; for a version, free text from the approver, which may be empty.
+        approved_ms: time of the approval, or for a version, of the last approval, in milliseconds since 1970 UTC.
         note: the approver's note; may be empty.
         reasons: for a version, the reasons for which it is no longer held; empty for a request.
         extra: fields that this release does not know.
@@ -55,26 +55,26 @@ class Approval:
 
 @dataclass(frozen=True, slots=True)
 class VersionEntry:
-    """A version that is part of history, or a retired one whose objects may still exist.
+    """A version that is part of history, or a retired version whose objects may still exist.
 
     Attributes:
         number: unique and increasing within the model, from 1.
         step: the trainer's step.
         run: the trainer's name for its run; may be empty.
         created_ms: when the version was opened, in milliseconds since 1970 UTC.
-        nbytes: size of its safetensors files together, in bytes.
+        nbytes: total size of its safetensors files, in bytes.
         tensor_count: number of its tensors.
         files_id: identifier of the registered side files that it was written with.
         write_id: claim of the replica that wrote it (`OpenEntry.claim`).
-        retired_ms: when it was taken out of history, in milliseconds since 1970 UTC; 0 as long as it is part of it.
-        ranks: number of trainer ranks that pushed it; 0 if not known, as in the times that follow.
-        ready_ms: when it was complete in memory, in milliseconds since 1970 UTC.
-        verified_ms: when its digests were made and a sample was compared, in milliseconds since 1970 UTC.
-        durable_ms: when it became part of history, in milliseconds since 1970 UTC.
-        nonfinite_elements: elements of all tensors that are NaN or infinite.
-        tensor_bytes: bytes of all tensors, of a training state; 0 of a version of weights, which has the registered tensors.
-        held: reasons why ``latest`` skips it; empty if it does not.
-        approval: its last approval since it was held; None if there was none.
+        retired_ms: time of its removal from history, in milliseconds since 1970 UTC; 0 while it is part of history.
+        ranks: number of trainer ranks that pushed it; 0 if unknown. The following times are also 0 if unknown.
+        ready_ms: time at which it was complete in memory, in milliseconds since 1970 UTC.
+        verified_ms: time at which its digests were computed and a sample was compared, in milliseconds since 1970 UTC.
+        durable_ms: time at which it became part of history, in milliseconds since 1970 UTC.
+        nonfinite_elements: number of elements of all tensors that are NaN or infinite.
+        tensor_bytes: bytes of all tensors of a training state; 0 for a version of weights, which has the registered tensors.
+        held: reasons why ``latest`` skips it; empty if it is not held.
+        approval: its last approval since it was held; None if it was not approved.
         metadata: metadata that was pushed with it.
         traceparent: W3C Trace Context of the push; empty if it was not traced.
         extra: fields that this release does not know.
@@ -113,7 +113,7 @@ class VersionEntry:
 
     @property
     def retired(self) -> bool:
-        """Whether it was taken out of history; its objects remain only for readers that have begun."""
+        """Whether it was removed from history. Its objects remain only for readers that have begun."""
         return self.retired_ms > 0
 
     @property
@@ -133,18 +133,18 @@ class OpenEntry:
         run: the trainer's name for its run; may be empty.
         ranks: number of trainer ranks that push it.
         created_ms: when it was opened, in milliseconds since 1970 UTC.
-        until_ms: deadline after which it counts as abandoned, in milliseconds since 1970 UTC; its replica moves it on.
+        until_ms: deadline after which it counts as abandoned, in milliseconds since 1970 UTC; its replica extends it.
         files_id: identifier of the registered side files that it will have.
-        parent: the latest version when it was opened; 0 if there was none.
-        claim: identifier of the writer that owns its folder; empty if there is none. No other writer may write to the folder or publish.
-        holder: ``host:port`` of the replica that has taken the version over, under the same claim, from the one that the claim names;
+        parent: the latest version when it was opened; 0 if none existed.
+        claim: identifier of the writer that owns its folder; empty without a writer. Other writers must not write to the folder or publish.
+        holder: ``host:port`` of the replica that has taken over the version, under the same claim, from the replica that the claim names;
             empty if none has.
         held: reasons for which it is held, as named when it was opened; `approval` may remove some of them.
         allow_nonfinite: whether it is not held for elements that are NaN or infinite.
         metadata: metadata that is pushed with it.
-        approval: its approval since it was complete; None if there is none.
+        approval: its approval since it was complete; None if it was not approved.
         nbytes: total size that its safetensors files will have, in bytes; 0 if not announced.
-        by: identity of the caller that opened it, as the service knows it; empty if the service knows no name.
+        by: identity of the caller that opened it, as the service knows it; empty if the service does not know a name.
         cast_from: dtypes that its tensors have in the trainer and that are cast to the model's, in order.
         traceparent: W3C Trace Context of the push; empty if it is not traced.
         extra: fields that this release does not know.
@@ -182,7 +182,7 @@ class OpenEntry:
         checked_metadata(self.metadata)
 
     def holding(self, reasons: Iterable[str] = ()) -> tuple[str, ...]:
-        """Reasons for which it is held now: those of its opening and these, without the approved ones."""
+        """Reasons for which it is held now: those of its opening and ``reasons``, without approved reasons."""
         approved = () if self.approval is None else self.approval.reasons
         return tuple(sorted({*self.held, *reasons}.difference(approved)))
 
@@ -193,10 +193,10 @@ class FailedEntry:
 
     Attributes:
         number: number of the version.
-        reason: why it failed.
-        failed_ms: when it failed, in milliseconds since 1970 UTC.
-        state: `FAILED`, or `ABORTED` if a caller asked for it; a state that this release does not know counts as `FAILED`.
-        step, run, ranks, created_ms: those of the open version; 0 or empty where not known.
+        reason: reason why it failed.
+        failed_ms: time at which it failed, in milliseconds since 1970 UTC.
+        state: `FAILED`, or `ABORTED` if a caller requested it. A state that this release does not know counts as `FAILED`. step, run,
+        ranks, created_ms: as in the open version; 0 or empty if unknown.
         extra: fields that this release does not know.
 
     Raises:
@@ -245,8 +245,9 @@ class PinEntry:
     Attributes:
         version: the number of the version that is kept.
         adapter: ``namespace/name`` of the adapter.
-        by: identity that pinned it first; empty if it has no name.
-        doubt: mark of a collection that checks whether a version of the adapter is still based on this one; empty if none does.
+        by: identity that pinned it first; empty if the identity has no name.
+        doubt: mark of a collection that checks whether a version of the adapter is still based on this version; empty if no collection
+            checks this.
         extra: fields that this release does not know.
     """
 
@@ -266,7 +267,7 @@ class ProtectionEntry:
     """Conditions for changes of a protected ref.
 
     Attributes:
-        approvals: number of approvals needed, by identities other than the requesting one; 0 if none is.
+        approvals: number of approvals required from identities other than the requesting one; may be 0.
         extra: fields that this release does not know.
     """
 
@@ -284,21 +285,21 @@ class RequestEntry:
     Attributes:
         request_id: its identifier; approvals name it.
         ref: the ref.
-        action: the requested change, one of `REQUEST_MOVE` and so on, or one that a later release adds.
+        action: the requested change: one of `REQUEST_MOVE` and so on, or a change that a later release adds.
         by: the requesting identity.
-        asked_ms: when it was made, in milliseconds since 1970 UTC.
-        until_ms: when it expires.
-        version: the version that the ref shall name; 0 if none.
+        asked_ms: time of the request, in milliseconds since 1970 UTC.
+        until_ms: time at which it expires.
+        version: the version that the ref should name; 0 if none.
         note: the requester's note; may be empty.
         approvals: the approvals given so far.
-        state: pending, or how it ended: `REQUEST_DONE` and so on, or one that a later release adds.
-        closed_ms: when it ended; 0 if it has not.
+        state: pending, or its outcome: `REQUEST_DONE` and so on, or an outcome that a later release adds.
+        closed_ms: time at which it ended; 0 if it has not ended.
         closed_by: identity whose call ended it; empty if it expired.
         previous: the version that the ref named before the change; 0 if none.
         extra: fields that this release does not know.
 
     Raises:
-        InvalidArgument: a number is out of bounds, a name malformed, or a text longer than `MAX_TEXT` or not printable.
+        InvalidArgument: a number is out of bounds, a name is malformed, or a string is longer than `MAX_TEXT` or not printable.
     """
 
     request_id: str
@@ -325,12 +326,14 @@ class RequestEntry:
 
     @property
     def pending(self) -> bool:
-        """Whether it waits for approvals; it may have expired since."""
+        """Whether it waits for approvals. It may have expired since."""
         return self.state == REQUEST_PENDING
 
 
 def check_fields(entry: object, **bounds: tuple[int, ...]) -> None:
-    """Raise InvalidArgument if an entry's number is no integer within its bounds (by default from 0 on), or a text fails `check_text`."""
+    """Raise InvalidArgument if an entry's number is not an integer within its bounds (by default at least 0), or if a string fails
+    `check_text`.
+    """
     of: Any = type(entry)
     for name, kind in _checked(of):
         value = getattr(entry, name)
@@ -346,14 +349,14 @@ def _checked(kind: Any) -> tuple[tuple[str, str], ...]:
 
 
 def check_number(name: str, value: int, low: int = 0, high: int = strict_json.MAX_INTEGER) -> int:
-    """``value``, if it is an integer from ``low`` to ``high``. Raises InvalidArgument."""
+    """Returns ``value`` if it is an integer from ``low`` to ``high``. Otherwise raises InvalidArgument."""
     if type(value) is not int or not low <= value <= high:
         raise InvalidArgument(f"{name} is {shown(value)}, not an integer from {low} to {high}")
     return value
 
 
 def check_text(name: str, value: object) -> None:
-    """Raise InvalidArgument if ``value`` is not a text of up to `MAX_TEXT` printable characters."""
+    """Raise InvalidArgument if ``value`` is not a string of up to `MAX_TEXT` printable characters."""
     if not isinstance(value, str) or len(value) > MAX_TEXT or not value.isprintable():
         raise InvalidArgument(f"{name} is {shown(value)}, not up to {MAX_TEXT} printable characters")
 
@@ -365,7 +368,7 @@ def _check_held(held: Iterable[str], approval: Approval | None) -> None:
 
 
 def check_reasons(reasons: Iterable[str]) -> None:
-    """Raise InvalidArgument if these are not up to `MAX_REASONS` different reasons for holding a version, in order."""
+    """Raise InvalidArgument unless these are at most `MAX_REASONS` different reasons for holding a version, in order."""
     found = tuple(reasons)
     if len(found) > MAX_REASONS or list(found) != sorted({*found}):
         raise InvalidArgument(f"{shown(found)} are not up to {MAX_REASONS} different reasons in order")

@@ -1,4 +1,4 @@
-"""JSON of entries: stored objects, by the fields of their kinds. A field that has its default is left out."""
+"""JSON form of entries. The fields of an entry's class determine its JSON object. A field with its default value is omitted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def to_json(entry: Entry) -> dict[str, Any]:
 
 
 def fields_to_json(value: Stored, *, whole: bool = False) -> dict[str, Any]:
-    """The fields of a dataclass by name; without those that have their defaults, unless ``whole``."""
+    """The fields of a dataclass by name. Fields with their default values are omitted, unless ``whole`` is set."""
     found = {name: (getattr(value, name), default) for name, default, _ in _fields(type(value))}
     return {name: _value_to_json(got) for name, (got, default) in found.items() if whole or got != default}
 
@@ -76,7 +76,7 @@ _READERS: dict[str, Reader] = {
 
 
 def nested(kind: type[E]) -> type[E]:
-    """Class decorator: let entries have a field of this kind or None."""
+    """Class decorator: allows entries to have a field of this kind or None."""
     _READERS[f"{kind.__name__} | None"] = partial(nullable, kind)
     return kind
 
@@ -88,7 +88,7 @@ def nullable(kind: type[E], found: strict_json.Fields, name: str) -> E | None:
 
 
 def from_json(kind: type[E], value: object, where: str) -> E:
-    """The entry that a JSON object of `to_json` holds; ``where`` names the object in errors.
+    """The entry in a JSON object from `to_json`. ``where`` names the object in errors.
 
     Raises:
         DataLoss: a field is missing, or has the wrong type.
@@ -100,7 +100,7 @@ def from_json(kind: type[E], value: object, where: str) -> E:
 
 
 def fields_from_json(kind: type[Stored], found: strict_json.Fields, *, whole: bool = False) -> dict[str, Any]:
-    """Field values of a JSON object of `fields_to_json`; with ``whole``, every field has to be there. Raises as `from_json`."""
+    """Field values in a JSON object from `fields_to_json`. With ``whole``, every field must be present. Raises as `from_json`."""
     return {
         name: read(found, name)
         for name, default, read in _fields(kind)
@@ -114,7 +114,7 @@ def named_to_json(entries: Mapping[str, Entry]) -> dict[str, dict[str, Any]]:
 
 
 def named_from_json(kind: type[E], items: Mapping[str, object], where: str) -> dict[str, E]:
-    """The entries by name of a JSON object of `named_to_json`. Raises as `from_json`."""
+    """The entries, by name, in a JSON object from `named_to_json`. Raises as `from_json`."""
     return {name: from_json(kind, item, f"{where} {shown(name)}") for name, item in items.items()}
 
 
@@ -124,7 +124,7 @@ def list_to_json(entries: Mapping[int, Numbered]) -> list[dict[str, Any]]:
 
 
 def list_from_json(kind: type[N], items: Iterable[object], where: str) -> dict[int, N]:
-    """The entries by number of a JSON array of `list_to_json`. Raises as `from_json`, and DataLoss if a number occurs twice."""
+    """The entries, by number, in a JSON array from `list_to_json`. Raises as `from_json`, and DataLoss if a number occurs twice."""
     found: dict[int, N] = {}
     for i, item in enumerate(items):
         entry = from_json(kind, item, f"{where}[{i}]")

@@ -18,18 +18,19 @@ from weighbridge.errors import InvalidArgument
 
 MANIFEST_FILE = "weighbridge.json"
 BLOCKS_SUFFIX = ".blake3"
-"""Suffix of the name of a file's block digests, which are no file of the version."""
+"""Suffix of the name of a file's block digests. They do not count as a file of the version."""
 HEAD_FILE = "head.json"
 REPLICAS = "replicas/"
-"""Prefix of the keys by which replicas of the service find each other."""
+"""Prefix of the keys with which replicas of the service find each other."""
 RESERVED_REFS = frozenset({REF_LATEST, REF_LIVE})
 """Refs that the service moves."""
 MAX_VERSION = 10**12 - 1
 """Version folders have names of twelve digits, so that they sort by number."""
 
 NUMBERED_FOLDERS = ("versions", "incoming", "leases", "signatures")
-"""Folders of a model that have a folder for each version: its files, its state while it is received, the leases of its readers, and
-its signatures."""
+"""Folders of a model that contain a folder for each version. In order, they contain its files, its state while it is received, the leases
+of its readers, and its signatures.
+"""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NODE = re.compile(r"([0-9]{16,19})-[0-9a-f]{64}")
@@ -38,7 +39,7 @@ _PART = "[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 MODEL_PART_PATTERN = rf"^(?!.*--)(?!.*\.\.)(?!.*\.git$){_PART}$"
 """Pattern of either half of a model's name, for JSON Schema and regular expressions."""
 MODEL_NAME_PATTERN = rf"^(?!.*--)(?!.*\.\.)(?!.*\.git(?::|$)){_PART}(?::{TRAINING})?$"
-"""Pattern of the second half, with the part of the model behind it."""
+"""Pattern of the second half, optionally followed by the part of the model."""
 MODEL_PATTERN = rf"^(?!.*--)(?!.*\.\.)(?!.*\.git(?:[/:]|$)){_PART}/{_PART}(?::{TRAINING})?$"
 """Pattern of the name of a model or of a part of it."""
 REF_PATTERN = "^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
@@ -54,13 +55,13 @@ _GIVER_DIGITS = 16
 
 
 def _is(pattern: re.Pattern[str], value: object) -> bool:
-    """Whether ``value`` is a string, which a value from JSON need not be, and all of it matches."""
+    """Whether ``value`` is a string and all of it matches. A value from JSON may have another type."""
     return isinstance(value, str) and pattern.fullmatch(value) is not None
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ModelName:
-    """A model's name, ``namespace/name``, or that of a part of it, ``namespace/name:training``; an instance is always valid.
+    """Name of a model, ``namespace/name``, or of a part of a model, ``namespace/name:training``. An instance is always valid.
 
     The rules are those of the Hugging Face Hub: 1 to 96 letters, digits, ``-``, ``_`` or ``.`` each, not starting
     or ending with ``-`` or ``.``, without ``--`` and ``..``, not ending with ``.git``.
@@ -69,7 +70,7 @@ class ModelName:
         part: `TRAINING` for the training states of the model; empty for the model itself, whose versions are its weights.
 
     Raises:
-        InvalidArgument: a half breaks the rules (the message says which), or there is no such part.
+        InvalidArgument: a half violates the rules (the message names it), or the part does not exist.
     """
 
     namespace: str
@@ -92,10 +93,10 @@ class ModelName:
 
     @staticmethod
     def parse(text: str) -> ModelName:
-        """The model called ``text``, e.g. ``acme/smol``, or a part of it, e.g. ``acme/smol:training``.
+        """Parse the name of a model, e.g. ``acme/smol``, or of a part of a model, e.g. ``acme/smol:training``.
 
         Raises:
-            InvalidArgument: there is not exactly one slash, or a half breaks the rules.
+            InvalidArgument: the number of slashes is not one, or a half violates the rules.
         """
         if not _is(_TWO_PARTS, text):
             raise InvalidArgument(
@@ -111,12 +112,12 @@ class ModelName:
 
     @property
     def model(self) -> ModelName:
-        """The model that a part belongs to; the name itself, if it is no part."""
+        """The model that a part belongs to; the name itself if it is not a part."""
         return ModelName(self.namespace, self.name)
 
     @property
     def training(self) -> ModelName:
-        """The part that holds the model's training states."""
+        """The part that contains the model's training states."""
         return ModelName(self.namespace, self.name, TRAINING)
 
     @property
@@ -153,7 +154,7 @@ def version_prefix(model: ModelName, number: int) -> str:
 
 
 def lease_key(model: ModelName, number: int, reader: str) -> str:
-    """Key of the lease by which a reader keeps a version's objects from being deleted.
+    """Key of the lease with which a reader prevents the deletion of a version's objects.
 
     Raises:
         InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`, or the reader's name is not of 1 to 128 letters, digits, ``-``, ``_``
@@ -180,7 +181,7 @@ def signature_key(model: ModelName, number: int, digest: str) -> str:
         digest: SHA-256 of the signature, as 64 hex digits.
 
     Raises:
-        InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`, or ``digest`` is no SHA-256.
+        InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`, or ``digest`` is not a SHA-256.
     """
     if not _is(_SHA256, digest):
         raise InvalidArgument(f"{shown(digest)} is no SHA-256 of a signature")
@@ -188,19 +189,19 @@ def signature_key(model: ModelName, number: int, digest: str) -> str:
 
 
 def digest_of_signature(key: str) -> str | None:
-    """The digest in the key of a signature; None of other keys."""
+    """The digest in the key of a signature; None for other keys."""
     digest = key.rpartition("/")[2].removesuffix(".sig")
     return digest if key.endswith(f"/{digest}.sig") and _is(_SHA256, digest) else None
 
 
 def signature_giver_key(model: ModelName, number: int, digest: str, by: str) -> str:
-    """Key of the note of who signed a version, e.g. ``models/acme/smol/signatures/000000000017/<digest>.by-<digits>``.
+    """Key of the record of an identity that added a signature, e.g. ``models/acme/smol/signatures/000000000017/<digest>.by-<digits>``.
 
     Args:
         model: model of the signed version.
         number: number of the version.
         digest: as in `signature_key`.
-        by: name of the signer's identity, which the key holds as the first 16 hex digits of its SHA-256.
+        by: name of the identity. The key contains the first 16 hex digits of its SHA-256.
 
     Raises:
         InvalidArgument: as `signature_key`.
@@ -210,7 +211,7 @@ def signature_giver_key(model: ModelName, number: int, digest: str, by: str) -> 
 
 
 def numbered_key(model: ModelName, key: str) -> tuple[str, int] | None:
-    """Folder of `NUMBERED_FOLDERS` and version number of an object; None if it lies in no such folder."""
+    """Folder of `NUMBERED_FOLDERS` and version number of an object; None if the object is not in such a folder."""
     folder, _, rest = key.removeprefix(model.prefix).partition("/")
     number, slash, _ = rest.partition("/")
     if not key.startswith(model.prefix) or folder not in NUMBERED_FOLDERS or not slash:
@@ -225,7 +226,7 @@ def _numbered_prefix(model: ModelName, folder: str, number: int) -> str:
 
 
 def incoming_prefix(model: ModelName, number: int) -> str:
-    """Prefix of the keys by which replicas of the service coordinate a version that they receive together.
+    """Prefix of the keys with which replicas of the service coordinate a version that they receive together.
 
     Raises:
         InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`.
@@ -234,7 +235,7 @@ def incoming_prefix(model: ModelName, number: int) -> str:
 
 
 def layout_key(model: ModelName, digest: str, first_version: int = 1) -> str:
-    """Key of a layout that was declared to one replica of the service, for the others.
+    """Key of a layout that a rank declared to one replica of the service. The other replicas read the layout there.
 
     Args:
         model: the model.
@@ -248,7 +249,7 @@ def layout_key(model: ModelName, digest: str, first_version: int = 1) -> str:
 
 
 def replica_key(boot: str) -> str:
-    """Key of the presence of a replica of the service, e.g. ``replicas/<boot>``.
+    """Key of the directory entry of a replica of the service, e.g. ``replicas/<boot>``.
 
     Raises:
         InvalidArgument: the boot is not of 1 to 128 letters, digits, ``-``, ``_`` or ``.``.
@@ -273,8 +274,7 @@ def tensor_list_key(model: ModelName, digest: str, first_version: int = 1) -> st
 def files_id_of(first_version: int, digest: str) -> str:
     """Name of the folder of registered files.
 
-    It changes when a model is deleted and registered again, so that files of the deleted model can be recognised and deleted at any
-    time.
+    It changes when a model is deleted and registered again, so that files of the deleted model can be identified and deleted at any time.
 
     Args:
         first_version: the lowest number that a version can have since the model was registered.
@@ -312,7 +312,7 @@ def node_name(generation: int, digest: str) -> str:
 
 
 def check_node_name(name: str) -> str:
-    """``name``, if a node of a model's history may have it. Raises InvalidArgument."""
+    """Returns ``name`` if a node of a model's history may have it. Otherwise raises InvalidArgument."""
     if not _is(_NODE, name):
         raise InvalidArgument(f"{shown(name)} cannot name a node of a history")
     return name
@@ -324,7 +324,7 @@ def node_key(model: ModelName, name: str) -> str:
 
 
 def node_of_key(model: ModelName, key: str) -> tuple[str, int] | None:
-    """Name and generation of the history node that lies under a key; None if the key is not that of a node."""
+    """Name and generation of the history node with a key; None if the key does not belong to a node."""
     name = key.removeprefix(f"{model.prefix}history/").removesuffix(".json")
     found = _NODE.fullmatch(name)
     return (name, int(found[1])) if found and key == node_key(model, name) else None
@@ -349,7 +349,7 @@ def blocks_key(model: ModelName, number: int, file_name: str) -> str:
 
 
 def check_ref_name(name: str) -> str:
-    """``name``, if a caller may set a ref of this name: 1 to 64 letters, digits, ``-``, ``_`` or ``.``.
+    """Returns ``name`` if a caller may set a ref of this name: 1 to 64 letters, digits, ``-``, ``_`` or ``.``.
 
     Raises:
         InvalidArgument: it is malformed, reads like a version number, or is a ref that the service moves (`RESERVED_REFS`).
@@ -373,7 +373,7 @@ def check_ref_name(name: str) -> str:
 
 
 def check_request_id(request_id: str) -> str:
-    """``request_id``, if it is of 1 to 64 letters, digits, ``-`` or ``_``. Raises InvalidArgument."""
+    """Returns ``request_id`` if it consists of 1 to 64 letters, digits, ``-`` or ``_``. Otherwise raises InvalidArgument."""
     if not _is(_REQUEST, request_id):
         raise InvalidArgument(
             f"{shown(request_id)} cannot name a request",
@@ -383,7 +383,7 @@ def check_request_id(request_id: str) -> str:
 
 
 def check_component(name: str) -> str:
-    """``name``, if it can be one component of a key: 1 to 128 letters, digits, ``-``, ``_`` or ``.``.
+    """Returns ``name`` if it can be one component of a key: 1 to 128 letters, digits, ``-``, ``_`` or ``.``.
 
     Raises:
         InvalidArgument: it is malformed, or starts with ``-`` or ``.``.
@@ -397,7 +397,7 @@ def check_component(name: str) -> str:
 
 
 def check_version_file_name(name: str) -> str:
-    """``name``, if a file of a version may have it: a path within the version's folder, as in `is_file_name`.
+    """Returns ``name`` if a file of a version may have it: a path within the version's folder, as in `is_file_name`.
 
     Raises:
         InvalidArgument: it is malformed, or a component starts with ``-`` or ``.``.
@@ -408,7 +408,7 @@ def check_version_file_name(name: str) -> str:
 
 
 def check_files_id(files_id: str) -> str:
-    """``files_id``, if it can name the folder of registered files: one component of a key, or empty if there is none.
+    """Returns ``files_id`` if it can name the folder of registered files: one component of a key, or empty if there is no such folder.
 
     Raises:
         InvalidArgument: it is malformed.
@@ -419,10 +419,10 @@ def check_files_id(files_id: str) -> str:
 
 
 def check_file_name(name: str) -> str:
-    """``name``, if a file that comes with a model (config, tokenizer) may have it.
+    """Returns ``name`` if a file that belongs to a model (config, tokenizer) may have it.
 
     Raises:
-        InvalidArgument: as `check_version_file_name`, or a file of this name is written by the service.
+        InvalidArgument: as `check_version_file_name`, or the service writes a file of this name.
     """
     check_version_file_name(name)
     lowered = name.lower()
@@ -438,10 +438,10 @@ def check_file_name(name: str) -> str:
 
 
 def check_file_names(names: Collection[str]) -> None:
-    """Refuse names that the files of one model cannot have together.
+    """Raise InvalidArgument for names that the files of one model cannot have together.
 
     Raises:
-        InvalidArgument: as `check_file_name`, or a file has the name of a folder that another one lies in.
+        InvalidArgument: as `check_file_name`, or a file has the name of a folder that contains another file.
     """
     for name in names:
         check_file_name(name)

@@ -1,8 +1,8 @@
-"""Reader and writer of stored JSON documents, which trusts nothing that it reads.
+"""Strict reader and writer of stored JSON documents. The reader does not trust its input.
 
-Every known field must be there, have its type and lie within its bounds. What becomes of a field that this release does not know is
-for the reader to say: `Fields.rest` keeps it, so that it is written back with the others, and `Fields.end` refuses it. A document
-says what its reader has to understand: its ``format``, and the features that it ``requires``.
+Every known field must be present, have the right type and be within its bounds. The caller decides about fields that this release does not
+know: `Fields.rest` keeps them, so that they are written back with the others, and `Fields.end` rejects them. A document states what its
+reader must understand: its ``format``, and the features that it ``requires``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def encode(document: dict[str, Any]) -> bytes:
     """A JSON document as compact ASCII text with sorted keys.
 
     Raises:
-        InvalidArgument: it holds something that JSON does not have (NaN and bytes are such things).
+        InvalidArgument: it contains a value that JSON cannot express, such as NaN or bytes.
     """
     try:
         return json.dumps(document, allow_nan=False, separators=(",", ":"), sort_keys=True).encode()
@@ -38,10 +38,10 @@ def decode(data: bytes, where: str) -> Fields:
 
     Args:
         data: the text, UTF-8.
-        where: what to call the document in errors.
+        where: name of the document in errors.
 
     Raises:
-        DataLoss: it is no JSON, no object, repeats a key or has a number that JSON does not have.
+        DataLoss: the text is not JSON or not an object, repeats a key, or contains a number that JSON does not allow.
     """
     try:
         value = json.loads(
@@ -54,7 +54,7 @@ def decode(data: bytes, where: str) -> Fields:
 
 @contextmanager
 def malformed_as_data_loss(where: str) -> Iterator[None]:
-    """Raise as DataLoss what a value of a document is refused with; ``where`` names the document."""
+    """Convert errors about a value of a document to DataLoss. ``where`` names the document."""
     try:
         yield
     except InvalidArgument as error:
@@ -62,14 +62,14 @@ def malformed_as_data_loss(where: str) -> Iterator[None]:
 
 
 class Fields:
-    """The fields of one JSON object, each taken once.
+    """The fields of one JSON object. Each is taken once.
 
     Args:
-        value: what should be an object.
-        where: what to call it in errors.
+        value: value that should be an object.
+        where: name of the object in errors.
 
     Raises:
-        DataLoss: from every method, when the document is not what it should be.
+        DataLoss: from every method, if the document is malformed.
     """
 
     def __init__(self, value: object, where: str) -> None:
@@ -111,17 +111,17 @@ class Fields:
         return self._typed(name, list, "an array")
 
     def table(self, name: str) -> dict[str, Any]:
-        """Take an object, whatever its fields."""
+        """Take an object with any fields."""
         return self._typed(name, dict, "an object")
 
     def nullable_table(self, name: str) -> dict[str, Any] | None:
-        """Take an object, whatever its fields, or null."""
+        """Take an object with any fields, or null."""
         if self._rest.get(name, ()) is None:
             return self._rest.pop(name)  # type: ignore[no-any-return]
         return self.table(name)
 
     def __contains__(self, name: str) -> bool:
-        """Whether a field is there and has not been taken."""
+        """Whether a field is present and has not been taken."""
         return name in self._rest
 
     def check_format(self, current: int) -> None:
@@ -138,13 +138,13 @@ class Fields:
             )
 
     def required(self, known: frozenset[str]) -> tuple[str, ...]:
-        """Take ``requires``: names of features without which the document cannot be understood, or not be changed safely.
+        """Take ``requires``: names of features that a program must know to understand the document or to change it safely.
 
         Args:
             known: the features that the reader has.
 
         Raises:
-            FailedPrecondition: it requires others; names them.
+            FailedPrecondition: it requires other features. The error names them.
         """
         names = self.texts("requires")
         if lacking := sorted(set(names) - known):
@@ -160,7 +160,7 @@ class Fields:
         return rest
 
     def end(self) -> None:
-        """Refuse what has not been taken."""
+        """Raise DataLoss if a field has not been taken."""
         if self._rest:
             raise DataLoss(
                 f"{self.where} has the unknown field {shown(next(iter(self._rest)))}",

@@ -225,15 +225,15 @@ class HeadStore:
                     # A store that raises Conflict has verified it: our write is not in the head, no matter how often others change it.
                     doubtful = doubtful or not isinstance(error, Conflict)
                     unsure = unsure or isinstance(error, DeadlineExceeded)
-            # Look at once, while the head remembers this write if it landed, and again after a pause, for a head as
-            # fresh as can be. A write that timed out may land between the two, so look for all of them each time.
+            # Read the head at once, while it still records this write if the write was carried out, and again after a pause, to get the
+            # newest head. A write that timed out may be carried out between the two reads, so look for all writes each time.
             seen = base.generation
             for pause_s in (0.0, _pause_s(attempt)):
                 time.sleep(pause_s)
                 found = self._read_back(model, deadline)
                 now = Head() if found is None else found[0]
                 landed = results.keys() & set(now.writes)
-                # Once the generation has moved on, no write that was made for an earlier one can land any more.
+                # Once the generation has advanced, writes for an earlier generation can no longer be carried out.
                 moved = seen == base.generation and now.generation > seen
                 forgotten = now.generation > seen + REMEMBERED_WRITES
                 match outcome(landed=bool(landed), doubtful=doubtful, moved=moved, forgotten=forgotten):

@@ -8,10 +8,10 @@ Among the versions newer than the oldest of these, it also selects as many of th
 So a trainer that pushes only NaN from some step on does not lose any of its good versions, and does not fill the store.
 
 `Retention.keep_every` selects one version of each slot of that many consecutive numbers: the lowest number that is part of history and not
-held. Later decisions rarely change this selection: higher numbers do not replace a selected version, and numbers are never reused. Only a
-lower number of the same slot that was still being received, or held, replaces it when it is published or approved. So a slot that once had
-a version always has one, unless it is deleted manually. `Retention.keep_every_steps` does the same for slots of that many consecutive steps
-of one run: versions of two runs never share a slot, and versions that were pushed without a step count as step 0.
+held. Higher numbers do not replace a selected version, and numbers are never reused. Later decisions change the selection in one case only:
+a lower number of the same slot that was still being received, or held, replaces the selected version when it is published or approved. So a
+slot that once had a version always has one, unless it is deleted manually. `Retention.keep_every_steps` does the same for slots of that
+many consecutive steps of one run: versions of two runs never share a slot, and versions that were pushed without a step count as step 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Bytes of one file of a version, wherever they lie.
+"""Bytes of one file of a version, independent of their location.
 
-Every file of a version has its own source: of two files that a pull reads, one may lie in an image and the other in a
-remote store.
+Every file of a version has its own source: if a pull reads two files, one may be in an image and the other in a remote store.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ class Kept(Protocol):
     def nbytes(self) -> int: ...  # noqa: D102
 
     def release(self) -> None:
-        """Release the bytes. To be called once."""
+        """Release the bytes. Call it once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Location of a file's bytes for another process of this machine.
+    """Location of a file's bytes for another process on this machine.
 
     Attributes:
-        key: identifies the memory or the file that they lie in.
-        nbytes: its size.
+        key: identifies the memory or the file that contains them.
+        nbytes: size of this memory or file.
         offset: offset of the file's first byte in it.
-        open: returns a descriptor for reading it, which the caller closes. Raises OSError or NotFound if it is gone.
-        lasting: whether it is memory that is reused for later versions, and not a file.
+        open: returns a descriptor for reading it. The caller closes the descriptor. Raises OSError or NotFound if it no longer exists.
+        lasting: whether it is memory that is reused for later versions, as opposed to a file.
         leave_open: reports that a process with a descriptor disconnected without releasing it.
         digests: digests of parts of the file, for processes that read them there.
-        kept_by_readers: whether no version needs it any more, and only readers keep it.
+        kept_by_readers: whether only readers keep it, because no version needs it any longer.
         is_left_open: whether `leave_open` was called, and that process may still have it open.
     """
 
@@ -72,28 +71,28 @@ class FileBytes(ABC):
     Arguments describe bytes as in a strided array: one byte for each index, at the offset plus the sum over the axes of index times
     stride. Strides are not negative.
 
-    Errors of all methods: DataLoss (the file is gone, or differs from the manifest), Unavailable (it cannot be reached) and
-    ResourceExhausted (no room for its bytes).
+    Errors of all methods: DataLoss (the file no longer exists, or differs from the manifest), Unavailable (it is unreachable) and
+    ResourceExhausted (no space for its bytes).
     """
 
     @property
     def is_near(self) -> bool:
-        """Whether it lies in memory, or in a file of this machine; otherwise it pays to `prepare` bytes before they are read."""
+        """Whether the bytes are in memory or in a file on this machine. Otherwise, call `prepare` before reading them."""
         return True
 
     @property
     def damaged(self) -> bool:
-        """Whether bytes of it did not match their digest."""
+        """Whether any of its bytes did not match their digest."""
         return False
 
     @property
     def identity(self) -> Hashable:
-        """Identity of the file, different from that of a later file of the same name; None if it is not of this machine."""
+        """Identity of the file. It differs from the identity of a later file with the same name. None if the file is not on this machine."""
         return None
 
     @abstractmethod
     def copy_to(self, target: ByteArray, offset: int, strides: tuple[int, ...]) -> None:
-        """Fill ``target``, of any shape and strides of its own, with bytes of the file.
+        """Fill ``target``, which may have any shape and strides, with bytes of the file.
 
         Args:
             target: array to fill.
@@ -102,7 +101,7 @@ class FileBytes(ABC):
         """
 
     def prepare(self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Sequence[Kept] | None:
-        """Begin to fetch bytes that will be copied soon, and keep them; None if there is no room for that.
+        """Begin to fetch bytes that will be copied soon, and keep them. Returns None if there is no space for them.
 
         Args:
             offset: offset of the first byte in the file.
@@ -117,7 +116,7 @@ class FileBytes(ABC):
         return None
 
     def read(self, offset: int, nbytes: int) -> ByteArray:
-        """Contiguous bytes: a view if they lie in memory, otherwise a copy."""
+        """Contiguous bytes: a view if they are in memory, otherwise a copy."""
         target = np.empty(nbytes, np.uint8)
         self.copy_to(target, offset, (1,))
         return target
@@ -150,7 +149,7 @@ class MappedBytes(FileBytes):
 
 
 class FileOnDisk(FileBytes):
-    """A file of this machine, or a part of one, read by pread: a failed read raises an error, where a mapping would end the process.
+    """A file on this machine, or a part of a file, read with pread. A failed read raises an error, whereas a mapping would end the process.
 
     Args:
         descriptor: descriptor of the file; closed with this object.
@@ -158,7 +157,7 @@ class FileOnDisk(FileBytes):
         title: name of the version, for messages.
         base: offset in the descriptor's file at which the version's file begins.
         place: location from which another process can open it.
-        digests: digests of parts of it, disjoint and sorted by offset: the parts are compared as they are read.
+        digests: digests of parts of it, disjoint and sorted by offset. The parts are compared as they are read.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Books of a pool of images: its regions, their holders, and the reservations for regions that are not made yet.
+"""Bookkeeping of a pool of images: its regions, their holders, and the reservations for regions that are not created yet.
 
-The caller holds a lock: nothing here waits, and the only system calls ask whether another process still has a region mapped.
+The caller holds a lock. So this module never waits, and its only system calls check whether another process still has a region mapped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ImageOwner:
 
     Attributes:
         model: ``namespace/name``; empty if not known.
-        number: number of the version; 0 if the image is made ahead of the model's next one.
+        number: number of the version; 0 if the image is created in advance for the model's next version.
     """
 
     model: str = ""
@@ -38,15 +38,15 @@ class HeldFor(StrEnum):
     """Reason why an image is held."""
 
     MAKING = "making"
-    """Reserved; the system is allocating its pages."""
+    """Reserved. The system is allocating its pages."""
     RECEIVING = "receiving"
     """Being filled by a push."""
     READY = "ready"
-    """Complete: kept until it is durable and a newer version is ready."""
+    """Complete. Kept until it is durable and a newer version is ready."""
     READERS = "readers"
     """No longer kept for the version itself, but readers still hold it."""
     MAPPED = "mapped"
-    """Without a holder in this process, but another process of this machine still has it mapped."""
+    """Not held in this process, but another process on this machine still has it mapped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class Holding:
     """A region that is held.
 
     Attributes:
-        owner: its present or last purpose.
+        owner: its current or last purpose.
         nbytes: its size.
-        in_memory: whether it is shared memory, and not a file.
-        use: why it is held.
-        seconds: how long it has had that owner, or for `HeldFor.MAPPED`, how long it has been without a holder.
+        in_memory: whether it is shared memory, as opposed to a file.
+        use: reason why it is held.
+        seconds: seconds for which it has had that owner; for `HeldFor.MAPPED`, seconds for which it has not been held.
         readers: number of holds of readers and writers.
-        reading_seconds: age of the oldest of these holds; 0 if there is none.
+        reading_seconds: age of the oldest of these holds; 0 if there are none.
     """
 
     owner: ImageOwner
@@ -86,15 +86,15 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """Contents of a pool, in bytes of regions, and totals since it was made.
+    """Contents of a pool, in bytes of regions, and totals since its creation.
 
     Attributes:
         memory_in_use: shared memory of regions that are held.
         memory_free: shared memory of regions that wait to be reused.
         disk_in_use: disk space of regions that are held.
         disk_free: disk space of regions that wait to be reused.
-        made: regions made.
-        reused: images that got a region made for an earlier one.
+        made: number of regions created.
+        reused: number of images that reused the region of an earlier image.
     """
 
     memory_in_use: int
@@ -109,20 +109,20 @@ class ImageBooks:
     """The regions of one pool, by state. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._free: list[Region] = []  # the longest unused first
-        # regions without a holder that other processes still use: the region, its last holding, and the time of release
+        self._free: list[Region] = []  # the least recently used first
+        # regions that are not held but that other processes still use: the region, its last holding, and the time of release
         self._mapped: list[tuple[Region, Holding, float]] = []
-        self._regions = {True: 0, False: 0}  # bytes in memory and on disk, with those being made
+        self._regions = {True: 0, False: 0}  # bytes in memory and on disk, including regions being created
         self._unmade = {True: 0, False: 0}  # bytes of these that are not allocated yet
         self._made = 0
         self._reused = 0
 
     def space(self, *, in_memory: bool, budget: int, room: Headroom, model: str = "") -> Space:
-        """Room of one kind, memory or disk.
+        """Space of one kind, memory or disk.
 
         Args:
             in_memory: whether memory is meant.
-            budget: most bytes of all regions.
+            budget: maximum bytes of all regions.
             room: headroom of the machine.
             model: model of the image.
         """
@@ -138,44 +138,44 @@ class ImageBooks:
         )
 
     def ahead(self, nbytes: int, model: str) -> int:
-        """Number of free regions in memory that a model's next image can have without taking them from another model."""
+        """Number of free regions in memory that a model's next image can use without taking them from another model."""
         free = self._of(in_memory=True)
         return sum(fits(nbytes, region.capacity) and region.model in ("", model) for region in free)
 
     def reserve(self, nbytes: int, *, in_memory: bool) -> None:
-        """Reserve bytes for a region that is about to be made."""
+        """Reserve bytes for a region that is about to be created."""
         self._regions[in_memory] += nbytes
         self._unmade[in_memory] += nbytes
 
     def allocated(self, nbytes: int, *, in_memory: bool) -> None:
-        """Note that bytes of a region being made are allocated: the machine's headroom is smaller by them from now on."""
+        """Record that bytes of a region that is being created are allocated: they now reduce the machine's headroom."""
         self._unmade[in_memory] -= nbytes
 
     def made(self) -> None:
-        """Note that a region is made."""
+        """Record that a region has been created."""
         self._made += 1
 
     def forget(self, nbytes: int, *, in_memory: bool) -> None:
-        """Remove a region that is returned to the system, or could not be made."""
+        """Remove a region that was returned to the system or could not be created."""
         self._regions[in_memory] -= nbytes
 
     def reuse(self, index: int, *, in_memory: bool) -> Region:
-        """Take one of the free regions."""
+        """Use one of the free regions."""
         region = self._of(in_memory)[index]
         self._free.remove(region)
         self._reused += 1
         return region
 
     def strike_off(self, count: int, *, in_memory: bool) -> list[Region]:
-        """Remove the least recently used free regions; the caller closes them, which takes time."""
+        """Remove the least recently used free regions. The caller closes them, which takes time."""
         return [self._strike_off(region) for region in self._of(in_memory)[:count]]
 
     def strike_surplus_off(self, most: int) -> list[Region]:
-        """Remove the least recently used free regions until at most ``most`` are left; the caller closes them."""
+        """Remove the least recently used free regions until at most ``most`` are left. The caller closes them."""
         return [self._strike_off(region) for region in self._free[: max(len(self._free) - most, 0)]]
 
     def strike_all_off(self) -> list[Region]:
-        """Remove all free regions; the caller closes them."""
+        """Remove all free regions. The caller closes them."""
         return [self._strike_off(region) for region in list(self._free)]
 
     def _strike_off(self, region: Region) -> Region:
@@ -184,7 +184,7 @@ class ImageBooks:
         return region
 
     def put_back(self, region: Region, holding: Holding) -> bool:
-        """Note that a region has no holder any more. Returns whether it can be reused already.
+        """Record that a region is no longer held. Returns whether it can already be reused.
 
         Args:
             region: the region.
@@ -195,20 +195,20 @@ class ImageBooks:
         return region in self._free
 
     def take_back(self, region: Region) -> None:
-        """Put back a region that was removed, but cannot be returned to the system yet: other processes still have it mapped."""
+        """Put back a region that was removed but cannot be returned to the system yet, because other processes still have it mapped."""
         self._regions[region.in_memory] += region.capacity
         holding = Holding(ImageOwner(region.model), region.capacity, region.in_memory, HeldFor.MAPPED, 0.0)
         self._mapped.append((region, holding, time.monotonic()))
 
     def look_again(self) -> None:
-        """Free those regions that no other process has mapped any more."""
+        """Free the regions that other processes have unmapped."""
         used = {id(region) for region, _, _ in self._mapped if region.in_use_elsewhere()}
         self._free += [region for region, _, _ in self._mapped if id(region) not in used]
         self._mapped = [entry for entry in self._mapped if id(entry[0]) in used]
 
     @property
     def mapped(self) -> list[Holding]:
-        """Regions without a holder that other processes still have mapped."""
+        """Regions that are not held but that other processes still have mapped."""
         now = time.monotonic()
         return [
             replace(holding, use=HeldFor.MAPPED, seconds=now - since, readers=0, reading_seconds=0.0)
@@ -216,7 +216,7 @@ class ImageBooks:
         ]
 
     def usage(self) -> PoolUsage:
-        """Present contents and totals."""
+        """Current contents and totals."""
         memory, disk = (sum(region.capacity for region in self._of(kind)) for kind in (True, False))
         return PoolUsage(
             memory_in_use=self._regions[True] - memory,

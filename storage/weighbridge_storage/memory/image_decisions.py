@@ -1,7 +1,7 @@
-"""Placement of an image: in memory, on disk, later, or never.
+"""Decision on the placement of an image: in memory, on disk, later, or never.
 
-Room is of two kinds, memory and disk, and each is bounded twice: by a budget, and by the headroom of the machine. This module decides
-from figures; `image_pool` acts on the decision under the lock that guards the figures: it reserves room before it makes a region.
+There are two kinds of space, memory and disk. Two limits apply to each: a budget, and the headroom of the machine. This module decides from
+figures. `image_pool` carries out the decision under the lock that guards the figures: it reserves space before it creates a region.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _MOST_WASTE = 4
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """Bytes of the machine that images can have.
+    """Bytes of the machine that images can use.
 
     Attributes:
-        available: bytes that it can give now.
-        most: bytes that it could give if no other process used any.
+        available: bytes that are available now.
+        most: bytes that would be available if no other process used any.
     """
 
     available: int
@@ -31,16 +31,16 @@ class Headroom:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Room for images in memory or on the disk of the scratch folder, in bytes.
+    """Space for images in memory or on the disk of the scratch folder, in bytes.
 
     Attributes:
-        budget: most bytes of all regions together.
+        budget: maximum bytes of all regions together.
         in_use: bytes of regions that are held.
-        free: bytes of each region that waits to be reused, the least recently used first.
-        available: bytes that the machine can give now, beyond the present regions; reservations for regions that are not made yet are
-            subtracted.
-        most: bytes that the machine could give to images if no other process used any.
-        own: indexes of the free regions that an image of the same model used last: its trainers may have them mapped.
+        free: bytes of each region that can be reused, the least recently used first.
+        available: bytes that the machine has available now, in addition to the existing regions; reservations for regions that are not
+            created yet are subtracted.
+        most: bytes that would be available for images if no other process used any.
+        own: indexes of the free regions last used by an image of the same model, whose trainers may have them mapped.
     """
 
     budget: int
@@ -57,11 +57,11 @@ class Space:
 
     @property
     def ceiling(self) -> int:
-        """Size of the largest image that there can ever be room for."""
+        """Size of the largest image that can ever fit."""
         return min(self.budget, self.most)
 
     def has_room_for(self, nbytes: int) -> bool:
-        """Whether a region of this size can be made now."""
+        """Whether a region of this size can be created now."""
         return self.regions + nbytes <= self.budget and nbytes <= self.available
 
 
@@ -78,7 +78,7 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Make:
-    """Make a region."""
+    """Create a region."""
 
     in_memory: bool
 
@@ -93,12 +93,12 @@ class GiveBack:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """There is no room now; there may be when other images are released."""
+    """There is no space now, but there may be when other images are released."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """There would be no room even if all other images were released."""
+    """There would be no space even if all other images were released."""
 
 
 Decision: TypeAlias = Reuse | Make | GiveBack | Later | Refuse
@@ -107,7 +107,8 @@ Decision: TypeAlias = Reuse | Make | GiveBack | Later | Refuse
 def decide(nbytes: int, memory: Space, disk: Space) -> Decision:
     """Place an image.
 
-    In this order: reuse a free region in memory; make a new one there, after returning free ones if need be; the same on disk.
+    Tries in this order: reuse a free region in memory; create a new region in memory, after returning free regions if necessary; the same
+    on disk.
 
     Args:
         nbytes: bytes of its region.

@@ -1,7 +1,7 @@
-"""Pool of images: makes them, reuses their memory, and admits requests for them.
+"""Pool of images. It creates images, reuses their memory, and admits requests for them.
 
-Fresh pages cost far more than the copy into them, so a pool makes regions once and reuses them. It promises only room that exists:
-a request for an image is queued, is admitted by `image_decisions`, and has its room in the books before any of it is made.
+Fresh pages cost far more than the copy into them, so a pool creates regions once and reuses them. It promises only space that exists: a
+request for an image is queued and admitted by `image_decisions`, and its space is reserved in the books before any of it is allocated.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ log = logging.getLogger(__name__)
 
 _NOBODY = ImageOwner()
 _LOOK_SECONDS = 0.25
-"""Interval at which a waiting request checks again: the pool is not notified when other processes unmap regions."""
+"""Interval in seconds at which a waiting request checks again, because the pool is not notified when other processes unmap regions."""
 _MOST_FREE = 64
-"""Most free regions, whatever their sizes: each takes a descriptor and a mapping."""
+"""Maximum number of free regions, regardless of their sizes. Each uses a descriptor and a mapping."""
 _LET_GO_SECONDS = 0.5
-"""Time for other processes to unmap memory that is returned to the system, before it counts as used by them. They usually take
-milliseconds."""
+"""Seconds that other processes have to unmap memory that is returned to the system, before it counts as used by them. Usually they need
+milliseconds.
+"""
 _LET_GO_PAUSE = 0.001
 _NAMED = 20
-"""Most holders that an error names."""
+"""Maximum number of holders that an error names."""
 
 
 def _unlimited() -> Headroom:
@@ -52,8 +53,8 @@ class Waiting:
     Attributes:
         owner: purpose of the image.
         nbytes: bytes of its region.
-        seconds: how long it has waited.
-        reason: why it waits, with the figures.
+        seconds: seconds for which it has waited.
+        reason: reason why it waits, with the figures.
     """
 
     owner: ImageOwner
@@ -66,13 +67,13 @@ class Waiting:
 
 
 class ImageRequest:
-    """A place in the queue for images. Made by `ImagePool.queue`; a context manager that leaves the queue at its end.
+    """A place in the queue for images, from `ImagePool.queue`. A context manager that leaves the queue at its end.
 
     Attributes:
         owner: purpose of the image.
         nbytes: bytes of its region.
-        reason: why the last attempt did not admit it; empty before.
-        ahead: whether the image is made in advance.
+        reason: reason why the last attempt did not admit it; empty before the first attempt.
+        ahead: whether the image is created in advance.
     """
 
     def __init__(
@@ -97,14 +98,15 @@ class ImageRequest:
         return time.monotonic() - self._since
 
     def take(self, patience: float = 0.0) -> Image:
-        """The image, once the request is first in the queue and there is room. Makes it, which takes time, outside of the queue.
+        """The image, once the request is first in the queue and there is space. Creates the image outside of the queue, because this takes
+        time.
 
         Args:
-            patience: seconds to wait for that. A caller that does not want to wait here can call again: the request keeps its place.
+            patience: seconds to wait for that. A caller that does not want to wait can call again later; the request keeps its place.
 
         Raises:
-            ResourceExhausted: there was no room in time; the message says how much is missing, and the details name the holders.
-                Without a `retry_after`, there never will be room.
+            ResourceExhausted: there was no space in time. The message states how much is missing, and the details name the holders. Without
+                a `retry_after`, there will never be space.
         """
         return self._pool.fulfil(self, self._sizes, patience)
 
@@ -116,21 +118,21 @@ class ImageRequest:
 
 
 class ImagePool:
-    """Makes images, and reuses their regions. Thread-safe.
+    """Creates images and reuses their regions. Thread-safe.
 
-    A region is not zeroed between two uses. That is safe because no reader gets an image before it is complete, and complete
-    means that headers and tensors were written over every byte of every file. A region that another process may still write to
-    (`Region.may_change`) is not reused before that process is done.
+    A region is not zeroed between two uses. This is safe because readers get an image only when it is complete, and an image is complete
+    only when headers and tensors have overwritten every byte of every file. A region that another process may still write to
+    (`Region.may_change`) is not reused before that process has finished.
 
-    Requests are admitted in the order of arrival: a small one does not overtake a large one that waits.
+    Requests are admitted in the order of arrival: a small request does not overtake a large request that is waiting.
 
     Args:
-        budget_bytes: most shared memory for all images together, free regions included.
+        budget_bytes: maximum bytes of shared memory for all images together, including free regions.
         spill_folder: folder for images that do not fit into memory; None to make them wait. It must exist.
-        recall: called with each region that other processes may have mapped before it goes to another model or is returned to the
+        recall: called with each region that other processes may have mapped, before the region is used for another model or returned to the
             system.
-        spill_bytes: most bytes of all images there.
-        memory_room: reads the headroom of the machine; called before each region is made.
+        spill_bytes: maximum bytes of all images in this folder.
+        memory_room: reads the headroom of the machine; called before each region is created.
 
     Raises:
         InvalidArgument: a budget is negative.
@@ -157,10 +159,10 @@ class ImagePool:
         self._books = ImageBooks()
         self._images: weakref.WeakSet[Image] = weakref.WeakSet()
         self._line: deque[ImageRequest] = deque()
-        self._making: dict[ImageRequest, bool] = {}  # reserved and not made yet; whether in memory
+        self._making: dict[ImageRequest, bool] = {}  # reserved and not created yet; whether in memory
 
     def queue(self, file_sizes: Mapping[str, int], owner: ImageOwner = _NOBODY) -> ImageRequest:
-        """Queue a request for an image with room for these files.
+        """Queue a request for an image that can contain these files.
 
         Args:
             file_sizes: size of each file in bytes, by name.
@@ -199,7 +201,7 @@ class ImagePool:
         return None
 
     def _admit(self, request: ImageRequest, deadline: float) -> Reuse | Make | GiveBack:
-        """Wait until a request is first in the queue and there is room for it, or returning free regions would make room."""
+        """Wait until a request is first in the queue and there is space for it, or returning free regions would free enough space."""
         while True:
             memory, disk = self._spaces(request)
             decision = image_decisions.decide(request.nbytes, memory, disk)
@@ -233,22 +235,23 @@ class ImagePool:
         )
 
     def leave(self, request: ImageRequest) -> None:
-        """Remove a request from the queue. Repeating it does nothing."""
+        """Remove a request from the queue. Repeated calls do nothing."""
         with self._changed:
             if request in self._line:
                 self._line.remove(request)
                 self._changed.notify_all()
 
     def make_ahead(self, file_sizes: Mapping[str, int], owner: ImageOwner, count: int) -> int:
-        """Make memory for ``count`` images of a model, including those that it has, as long as that takes nothing from others.
+        """Allocate memory for ``count`` images of a model, including existing images, as long as this does not take memory from other
+        models.
 
         Args:
             file_sizes: sizes of the images' files in bytes, by name.
-            owner: names the model.
+            owner: owner with the model's name.
             count: number of images.
 
         Returns:
-            Number of images that there is memory for.
+            Number of images for which memory is allocated.
         """
         request = ImageRequest(self, file_sizes, owner, ahead=True)
         while True:
@@ -260,7 +263,7 @@ class ImagePool:
             self._image(self._make(request, in_memory=True), file_sizes, owner).release()
 
     def images_of(self, model: str, file_sizes: Mapping[str, int]) -> int:
-        """Number of images of a model that there is memory for, including those that it has."""
+        """Number of images of a model for which memory is allocated, including existing images."""
         with self._changed:
             return self._images_of(model, place_files(file_sizes)[1])
 
@@ -277,7 +280,7 @@ class ImagePool:
         return self._close_all(struck)
 
     def usage(self) -> PoolUsage:
-        """Present contents and totals of the pool."""
+        """Current contents and totals of the pool."""
         with self._changed:
             self._books.look_again()
             return self._books.usage()
@@ -289,7 +292,7 @@ class ImagePool:
             return self._holdings()
 
     def waiting(self) -> list[Waiting]:
-        """Requests that wait for an image, in the order of the queue; requests that were not tried yet are left out."""
+        """Requests that wait for an image, in the order of the queue. Requests that were not tried yet are omitted."""
         with self._changed:
             return [
                 Waiting(request.owner, request.nbytes, request.seconds, request.reason)
@@ -298,7 +301,7 @@ class ImagePool:
             ]
 
     def spaces(self) -> tuple[Space, Space]:
-        """Room for images in memory and on disk.
+        """Space for images in memory and on disk.
 
         Raises:
             WeighbridgeError: the spill folder's file system cannot be read.
@@ -324,12 +327,14 @@ class ImagePool:
         if image_decisions.offer(nbytes, memory, in_memory=True):
             return memory, image_decisions.NO_SPACE
         if nbytes <= memory.ceiling and any(making.ahead for making in self._making):
-            # a region made ahead is done in a moment, and can then be reused or returned: memory is worth that wait
+            # a region that is being created in advance is ready in a moment, and can then be reused or returned: memory is worth this wait
             return memory, image_decisions.NO_SPACE
         return memory, self._disk()
 
     def _memory_for(self, request: ImageRequest) -> Space:
-        """Room in memory for an image. Reuse of a free region needs no headroom, whose limits take a millisecond to read."""
+        """Space in memory for an image. The reuse of a free region does not need headroom, so the limits, which take a millisecond to read,
+        are not read for it.
+        """
         self._books.look_again()
         there = self._books.space(
             in_memory=True, budget=self._budget, room=Headroom(0, 0), model=request.owner.model
@@ -360,7 +365,7 @@ class ImagePool:
         return image
 
     def _make(self, request: ImageRequest, *, in_memory: bool) -> Region:
-        """Make a region for which room is reserved already. Takes the lock only for the books."""
+        """Create a region for which space is already reserved. Takes the lock only for the books."""
         left = request.nbytes
 
         def allocated(nbytes: int) -> None:
@@ -401,7 +406,9 @@ class ImagePool:
         self._close_all(surplus)
 
     def _close_all(self, regions: list[Region]) -> int:
-        """Close regions. Returns their bytes. A region that other processes keep mapped stays in the books until they unmap it."""
+        """Close regions. Returns the number of their bytes. A region that other processes keep mapped stays in the books until they unmap
+        it.
+        """
         for region in regions:
             self._recall(region)
         until = time.monotonic() + _LET_GO_SECONDS

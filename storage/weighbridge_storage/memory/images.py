@@ -1,7 +1,7 @@
 """Images: the buffers in which versions are assembled, with the holds of their users.
 
-An image holds the final bytes of a version's files, each file from a page boundary on, in one region of shared memory or of an
-unlinked file on local disk. `image_pool` makes them.
+An image contains the final bytes of a version's files in one region of shared memory or of an unlinked file on local disk. Each file begins
+at a page boundary. `image_pool` creates images.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from weighbridge_storage.stores.objects import ByteArray
 
 
 class Hold:
-    """A reader's hold: keeps what it reads unchanged until it is released. A context manager."""
+    """A reader's hold. It keeps the bytes that the reader reads unchanged until it is released. A context manager."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end: Callable[[], None] | None = end
         self._lock = threading.Lock()
 
     def release(self) -> None:
-        """End the hold. Repeating it does nothing."""
+        """End the hold. Repeated calls do nothing."""
         with self._lock:
             end, self._end = self._end, None
         if end is not None:
@@ -53,10 +53,10 @@ def together(*holds: Hold) -> Hold:
 
 
 class Image:
-    """Buffers for the files of one version. Made by an `ImagePool`.
+    """Buffers for the files of one version. An `ImagePool` creates them.
 
-    The caller that acquired it holds it until `release`; other users take a `hold` as long as they use it. When the last hold ends,
-    the region goes back to the pool, and arrays over it that a caller has kept will show another version's bytes.
+    The caller that acquired the image holds it until `release`; other users take a `hold` while they use it. When the last hold ends, the
+    region returns to the pool. Arrays over it that a caller has kept will then contain another version's bytes.
 
     Attributes:
         sizes: size of each file in bytes.
@@ -105,7 +105,7 @@ class Image:
 
     @property
     def region(self) -> Region:
-        """The region that it lies in; valid as long as the image is held.
+        """The region that contains it; valid as long as the image is held.
 
         Raises:
             FailedPrecondition: the image was returned to the pool.
@@ -156,14 +156,14 @@ class Image:
         return self._used_at
 
     def freeze(self) -> None:
-        """Refuse `buffers` from now on. Writable arrays that were handed out earlier stay writable."""
+        """Reject `buffers` from now on. Writable arrays that were returned earlier stay writable."""
         self._frozen = True
 
     def hold(self) -> Hold:
-        """Keep the image from being returned to the pool.
+        """Prevent the image from being returned to the pool.
 
         Raises:
-            FailedPrecondition: it already was.
+            FailedPrecondition: the image was already returned.
         """
         with self._lock:
             self._live()
@@ -172,7 +172,7 @@ class Image:
             return Hold(functools.partial(self._drop, self._count))
 
     def release(self) -> None:
-        """End the acquirer's own hold. Repeating it does nothing."""
+        """End the acquirer's own hold. Repeated calls do nothing."""
         self._acquirers.release()
 
     def _is_kept_by_readers(self, region: Region) -> bool:
@@ -200,7 +200,7 @@ class Image:
 
 
 def place_files(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Offset of each file if each begins on its own page, and the bytes needed for all: whole pages, at least one.
+    """Offset of each file if each begins on its own page, and the bytes needed for all files: whole pages, at least one.
 
     Raises:
         InvalidArgument: a size is negative.

@@ -1,8 +1,8 @@
 """Memory limits of this process: its control groups, its address space, and the machine it runs on.
 
-Images are shared memory, which the kernel charges to the first control group that touches it and does not reclaim: over the limit,
-it kills a process. So a limit is read before memory is taken. All limits count: the process's control group, each of its ancestors,
-and the memory left on the machine. Page cache can be reclaimed and does not count as used, unless it waits to be written.
+Images are shared memory. The kernel charges it to the first control group that touches it, and does not reclaim it. If a limit is exceeded,
+the kernel kills a process. So the service reads the limits before it allocates memory. All limits count: the process's control group, each
+of its ancestors, and the memory left on the machine. Page cache can be reclaimed and does not count as used, unless it waits to be written.
 
 Sources: Linux, Documentation/admin-guide/cgroup-v2.rst ("Memory") and cgroup-v1/memory.rst; proc(5).
 """
@@ -19,7 +19,7 @@ from weighbridge._core.text.sizes import readable_size
 from weighbridge_storage.stores.objects import error_for
 
 UNLIMITED = 1 << 62
-"""More than any machine has. Control groups of version 1 give a number near 2**63 where there is no limit."""
+"""More than any machine has. Control groups of version 1 report a number near 2**63 if there is no limit."""
 HOST = "this machine"
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _ESCAPED = re.compile(r"\\([0-7]{3})")
@@ -33,7 +33,7 @@ class MemoryLimit:
 
     Attributes:
         name: name of the limit, for messages.
-        limit: most bytes.
+        limit: maximum bytes.
         used: bytes in use that cannot be reclaimed.
     """
 
@@ -52,7 +52,7 @@ class MemoryReading:
     """All limits at one moment.
 
     Attributes:
-        limits: each of them; at least one.
+        limits: the limits; at least one.
         private: bytes of private memory of this process and its helpers.
     """
 
@@ -61,7 +61,7 @@ class MemoryReading:
 
     @property
     def tightest(self) -> MemoryLimit:
-        """The limit that leaves the least."""
+        """The limit with the least memory left."""
         return min(self.limits, key=lambda limit: limit.available)
 
     @property
@@ -81,8 +81,8 @@ class DiskReading:
 
     Attributes:
         folder: a folder on it.
-        size: its bytes.
-        available: bytes of it that this user can still have.
+        size: its size in bytes.
+        available: bytes of it that this user can still use.
         in_memory: whether it keeps its files in memory.
     """
 
@@ -113,7 +113,7 @@ class Mount:
 
 
 def parse_mounts(text: str) -> list[Mount]:
-    """The mounts in ``/proc/self/mountinfo``, in its order. Malformed lines are left out."""
+    """The mounts in ``/proc/self/mountinfo``, in its order. Malformed lines are skipped."""
     found = []
     for line in text.splitlines():
         before, separator, after = line.partition(" - ")
@@ -129,7 +129,7 @@ def _unescaped(text: str) -> str:
 
 
 def group_folders(cgroup: str, mounts: Iterable[Mount]) -> list[tuple[int, list[PurePosixPath]]]:
-    """Folders of the memory control groups that a process is in, for each mounted version.
+    """Folders of the memory control groups that contain a process, for each mounted version.
 
     Args:
         cgroup: content of ``/proc/self/cgroup``.
@@ -159,7 +159,7 @@ def group_folders(cgroup: str, mounts: Iterable[Mount]) -> list[tuple[int, list[
 
 
 def _upwards(mount: Mount, path: PurePosixPath) -> list[PurePosixPath]:
-    """A group's folder and its ancestors. Of a group outside of the mount, only the mount itself is visible."""
+    """A group's folder and its ancestors. If a group is outside the mount, only the mount itself is visible."""
     inside = path.relative_to(mount.root) if path.is_relative_to(mount.root) else PurePosixPath()
     if ".." in inside.parts:
         inside = PurePosixPath()
@@ -168,12 +168,12 @@ def _upwards(mount: Mount, path: PurePosixPath) -> list[PurePosixPath]:
 
 
 def group_limit(version: int, name: str, files: Mapping[str, str]) -> MemoryLimit | None:
-    """The limit of one control group; None if it has none.
+    """The limit of one control group; None if it has no limit.
 
     Args:
         version: version of control groups, 1 or 2.
         name: the group's path.
-        files: content of its files by name; missing ones are left out.
+        files: content of its files by name; missing files are omitted.
     """
     usage = _number(files.get("memory.current" if version == 2 else "memory.usage_in_bytes", ""))
     stat = parse_fields(files.get("memory.stat", ""))
@@ -191,7 +191,7 @@ def group_limit(version: int, name: str, files: Mapping[str, str]) -> MemoryLimi
 
 
 def _reclaimable(version: int, stat: Mapping[str, int]) -> int:
-    """Page cache that can be reclaimed at once. Shared memory is not part of these lists."""
+    """Bytes of page cache that can be reclaimed at once. Shared memory is not part of these lists."""
     prefix = "" if version == 2 else "total_"
     dirty, writing = ("file_dirty", "file_writeback") if version == 2 else ("total_dirty", "total_writeback")
     clean = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
@@ -209,7 +209,7 @@ def parse_fields(text: str) -> dict[str, int]:
 
 
 def _number(text: str) -> int | None:
-    """The number in a control group's file; None for ``max`` and anything else that is no number."""
+    """The number in a control group's file; None for ``max`` and anything else that is not a number."""
     text = text.strip()
     return int(text) if text.isdigit() else None
 
@@ -223,7 +223,7 @@ def host_limit(meminfo: str) -> MemoryLimit | None:
 
 
 def address_space_limit(limits: str, status: str) -> MemoryLimit | None:
-    """RLIMIT_AS, from ``/proc/self/limits`` and ``/proc/self/status``; None if there is none."""
+    """RLIMIT_AS, from ``/proc/self/limits`` and ``/proc/self/status``; None if it is unlimited."""
     found = _ADDRESS_SPACE.search(limits)
     if found is None:
         return None
@@ -313,12 +313,12 @@ def read_disk(folder: str | os.PathLike[str], root: Path = Path("/")) -> DiskRea
 
 
 def kind_of_file_system(path: PurePosixPath, mounts: Iterable[Mount]) -> str:
-    """The type of the file system that a path lies on; empty if not known."""
+    """The type of the file system that contains a path; empty if unknown."""
     return max(_holding(path, mounts), default=(0, 0, ""))[2]
 
 
 def _holding(path: PurePosixPath, mounts: Iterable[Mount]) -> Iterator[tuple[int, int, str]]:
-    """Depth, index and type of the mounts above a path: the largest is the mount that the path lies on."""
+    """Depth, index and type of the mounts above a path. The largest tuple is the mount that contains the path."""
     for number, mount in enumerate(mounts):
         if path.is_relative_to(mount.point):
             yield len(mount.point.parts), number, mount.kind

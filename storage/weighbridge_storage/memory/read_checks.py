@@ -1,7 +1,7 @@
 """Comparison of stored bytes with their digests while they are read.
 
-XXH3-128 takes bytes in order, and readers read them in any order: several connections share one stream, ranks of an engine read parts of
-tensors. So bytes that come next are hashed as they are read; the ranges of others are noted, and read once more when it is their turn. A
+XXH3-128 needs bytes in order, but readers read them in any order: several connections share one stream, and ranks of an engine read parts
+of tensors. So bytes that are next in order are hashed as they are read. Other ranges are recorded, and read again when it is their turn. A
 digest is compared each time all of its bytes have been read.
 """
 
@@ -21,7 +21,7 @@ from weighbridge.errors import DataLoss
 
 Data: TypeAlias = bytes | memoryview
 Again = Callable[[int, int], Data]
-"""Read a range of the file once more: called with offset and number of bytes."""
+"""Reads a range of the file again; called with offset and number of bytes."""
 
 _STEP_BYTES = 1 << 20
 _STALE_SECONDS = 5.0
@@ -46,7 +46,7 @@ class DigestedRange:
 
     @property
     def end(self) -> int:
-        """Offset after the last byte."""
+        """Offset of the first byte after the range."""
         return self.offset + self.nbytes
 
 
@@ -67,7 +67,7 @@ def differs(what: str, file: str, title: str) -> DataLoss:
 
 
 def parts_between(parts: Sequence[DigestedRange], start: int, end: int) -> Iterator[DigestedRange]:
-    """The parts, disjoint and sorted by offset, that have bytes between ``start`` and ``end``."""
+    """Those of the parts, which are disjoint and sorted by offset, that have bytes between ``start`` and ``end``."""
     first = max(bisect.bisect_right(parts, start, key=lambda part: part.offset) - 1, 0)
     for index in range(first, len(parts)):
         part = parts[index]
@@ -80,13 +80,13 @@ def parts_between(parts: Sequence[DigestedRange], start: int, end: int) -> Itera
 class ReadChecks:
     """Comparison of one file's bytes as any number of readers read them. Thread-safe.
 
-    A part that did not match once is refused from then on: other readers may have read only some of its bytes yet.
+    If a part did not match once, all later reads of it fail, because other readers may have read only some of its bytes so far.
 
     Args:
         file: name of the file.
         title: name of its version.
         parts: digested parts of the file, disjoint and sorted by offset.
-        again: reads bytes once more; None where that costs too much: then only parts that are read in order are compared.
+        again: reads bytes again; None if that costs too much. Then only parts that are read in order are compared.
     """
 
     def __init__(self, file: str, title: str, parts: Sequence[DigestedRange], again: Again | None) -> None:
@@ -106,7 +106,7 @@ class ReadChecks:
 
     @property
     def damaged_at(self) -> float:
-        """When a part last did not match, in seconds of the monotonic clock."""
+        """Time at which a part last did not match, in seconds of the monotonic clock."""
         return self._damaged_at
 
     def took(self, start: int, data: Data) -> None:
@@ -157,14 +157,14 @@ class _Passing:
         self._taken_at = time.monotonic()
 
     def take(self, start: int, data: memoryview, again: Again | None) -> bool | None:
-        """Hash bytes. Returns whether the part matches, once, when its last bytes have come, and None otherwise."""
+        """Hash bytes. When the last bytes of the part have arrived, returns once whether the part matches; otherwise returns None."""
         with self._lock:
             if self._ended:
                 return None
             end = start + len(data)
             now = time.monotonic()
             if start == self._part.offset and now - self._taken_at > _STALE_SECONDS:
-                self._begin()  # an earlier reader broke off, and the bytes may have changed since
+                self._begin()  # an earlier reader stopped early, and the bytes may have changed since
             self._taken_at = now
             if start > self._position:
                 if again is not None:

@@ -1,8 +1,8 @@
-"""Regions of memory or disk that images lie in, and their descriptors in other processes.
+"""Regions of memory or disk that contain images, and their descriptors in other processes.
 
-A region is a piece of shared memory, or of an unlinked file on local disk. Each other process gets a descriptor that was opened anew, so
-that the kernel counts it: the kernel can then tell whether any other process could still write. It could not distinguish a duplicated
-descriptor from ours. The kernel is asked only about processes that have not reported the end of their writes themselves.
+A region is a piece of shared memory, or of an unlinked file on local disk. Each other process gets a newly opened descriptor, so that the
+kernel counts it: the kernel then knows whether any other process could still write. It could not distinguish a duplicated descriptor from
+ours. The service queries the kernel only about processes that have not reported the end of their writes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 
 PAGE = mmap.PAGESIZE
 _STEP_BYTES = 256 << 20
-"""Bytes that are allocated at a time."""
+"""Number of bytes that are allocated at a time."""
 
 _serials = itertools.count(1)
 _BOOT = uuid.uuid4().hex
-"""Part of the keys: clients may remember keys of an earlier process."""
+"""Part of the keys, because clients may have stored keys of an earlier process."""
 
 
 class _PlainPages:
@@ -50,7 +50,7 @@ class _PlainPages:
         self._told = False
 
     def tell(self, error: OSError) -> None:
-        """Record that huge pages could not be made, now or ever."""
+        """Record that huge pages could not be created, now or ever."""
         if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EPERM):
             self.reason = str(error)
         if not self._told:
@@ -66,20 +66,21 @@ _plain_pages = _PlainPages()
 
 
 class Region:
-    """A piece of shared memory, or of an unlinked file, with all its room reserved.
+    """A piece of shared memory, or of an unlinked file. All of its space is reserved.
 
     Args:
         capacity: bytes; a multiple of `PAGE`, at least one.
         folder: folder of the file; None for shared memory.
-        on_allocated: called with numbers of bytes as they are allocated, which takes time; for the last ones before this returns.
+        on_allocated: called with numbers of bytes as they are allocated, which takes time. The last call precedes the return of the
+            constructor.
 
     Raises:
-        ResourceExhausted: memory or disk has no room for it.
+        ResourceExhausted: memory or disk does not have enough space.
 
     Attributes:
-        key: identifies it among all regions of all processes.
+        key: identifies the region among all regions of all processes.
         in_memory: whether it is shared memory.
-        model: model of the image that used it last; empty before. To be set by the caller.
+        model: model of the image that used it last; empty before the first use. The caller sets it.
     """
 
     def __init__(
@@ -109,29 +110,29 @@ class Region:
                     os.posix_fallocate(self.fd, start, nbytes)
                     on_allocated(nbytes)
                 if folder is None:
-                    # A process with the descriptor could truncate the memory otherwise.
+                    # Otherwise a process with the descriptor could truncate the memory.
                     fcntl.fcntl(
                         self.fd,
                         fcntl.F_ADD_SEALS,
                         fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW,
                     )
-                os.fchmod(self.fd, 0o600)  # a descriptor for reading must not be a way to one for writing
+                os.fchmod(self.fd, 0o600)  # a descriptor for reading must not give access to one for writing
             except BaseException:
                 self._release()
-                for name in ("writable", "_map"):  # the error keeps this object, and must not keep its memory
+                for name in ("writable", "_map"):  # the error keeps this object, but must not keep its memory
                     self.__dict__.pop(name, None)
                 raise
         except OSError as error:
             raise error_for(error, what) from error
         if self.in_memory:
-            # A file's pages are not touched: an image there is larger than memory should hold.
+            # A file's pages are not touched, because an image in a file is too large for memory.
             with suppress(OSError):  # an older kernel: the first copies will fault the pages in
                 advise(self.writable.ctypes.data, capacity, POPULATE_WRITE)
         read_only = memoryview(self._map).toreadonly()
         self.readable: ByteArray = np.frombuffer(read_only, np.uint8, capacity, offset)
 
     def _make_huge(self, start: int, nbytes: int) -> None:
-        """Make a part of shared memory in huge pages, as far as the system has any, in a tenth of the time."""
+        """Allocate a part of shared memory in huge pages, as far as the system has any. This takes a tenth of the time."""
         pages = range(start, start + nbytes - HUGE_PAGE + 1, HUGE_PAGE)
         address = self.writable.ctypes.data
         if not pages or address % HUGE_PAGE or _plain_pages.reason:
@@ -144,7 +145,7 @@ class Region:
             _plain_pages.tell(error)
 
     def reopen(self, *, writable: bool) -> int:
-        """A descriptor for another process; to be closed here once it has been sent.
+        """A descriptor for another process. The caller closes it after sending it.
 
         A process with the descriptor can map the region, and keeps its memory until it closes both.
 
@@ -152,13 +153,13 @@ class Region:
             writable: whether the descriptor allows writes.
 
         Raises:
-            OSError: there is no ``/proc``, or no descriptor left.
+            OSError: ``/proc`` does not exist, or no descriptor is left.
         """
         flags = os.O_RDWR if writable else os.O_RDONLY
         return os.open(f"/proc/self/fd/{self.fd}", flags | os.O_CLOEXEC)
 
     def doubt(self, exited: Callable[[], bool]) -> None:
-        """Note that a process with write access has not reported the end of its writes.
+        """Record that a process with write access has not reported the end of its writes.
 
         Args:
             exited: returns whether that process is known to have ended.
@@ -167,9 +168,10 @@ class Region:
             self._doubted.append(exited)
 
     def may_change(self) -> bool:
-        """Whether one of these processes may still write to it: it may be alive, and some process has the region open for writing.
+        """Whether one of these processes may still write to the region: it may be alive, and some process has the region open for writing.
 
-        For a region on disk, processes that can only read count too: the kernel cannot distinguish them because of its own writer.
+        For a region on disk, processes that can only read also count: the kernel cannot distinguish them because this process has the
+        region open for writing.
         """
         with self._asking:
             self._doubted = [exited for exited in self._doubted if not exited()]
@@ -178,7 +180,7 @@ class Region:
             return bool(self._doubted)
 
     def left_open(self) -> None:
-        """Note that a process that was reading it has disconnected without releasing it, and may still have it mapped."""
+        """Record that a process that was reading the region has disconnected without releasing it, and may still have it mapped."""
         self._left_open = True
 
     @property
@@ -187,7 +189,7 @@ class Region:
         return self._left_open
 
     def in_use_elsewhere(self) -> bool:
-        """Whether it must not be reused: it `may_change`, or a process that has `left_open` may still read it."""
+        """Whether the region must not be reused: it `may_change`, or a process that `left_open` recorded may still read it."""
         if self.may_change():
             return True
         with self._asking:
@@ -196,21 +198,21 @@ class Region:
             return self._left_open
 
     def _is_open_elsewhere(self, kind: int) -> bool:
-        """Whether other processes can write to it (F_RDLCK), or have it open at all (F_WRLCK)."""
+        """Whether other processes can write to the region (F_RDLCK), or have it open at all (F_WRLCK)."""
         try:
             if not self.in_memory:
                 return not _can_be_leased(self.fd, fcntl.F_WRLCK)
-            # the kernel does not count the descriptor that the memory was made with, only later ones
+            # the kernel does not count the descriptor that created the memory, only later ones
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 return not _can_be_leased(fd, kind)
             finally:
                 os.close(fd)
         except OSError:
-            return True  # assume that a process has it open; callers ask again
+            return True  # assume that a process has it open; callers check again
 
     def close(self) -> None:
-        """Return it to the system; an array over it that a caller has kept still keeps its memory."""
+        """Return the region to the system. Its memory stays allocated as long as a caller keeps an array over it."""
         del self.writable, self.readable, self._map
         self._release()
 
@@ -220,10 +222,10 @@ def _open_memory() -> int:
 
 
 def _open_unlinked(folder: str, capacity: int) -> int:
-    """A new file without a name, if there is room for it."""
+    """A new file without a name, if the disk has space for it."""
     status = os.statvfs(folder)
     if status.f_bavail * status.f_frsize < capacity:
-        # Raise before the disk is full, as other processes may be writing to it.
+        # Raise before the disk is full, because other processes may be writing to it.
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
     with tempfile.TemporaryFile(dir=folder, prefix=".image-", buffering=0) as file:
         return os.dup(file.fileno())
@@ -248,7 +250,7 @@ def _can_be_leased(fd: int, kind: int) -> bool:
 def why_not_granted() -> str:
     """Reason why regions cannot be shared with other processes on this machine; empty if they can.
 
-    Tested once: the kernel has to report a second descriptor, for writing and for reading, and its close.
+    Tested once: the kernel must report a second descriptor, for writing and for reading, and the closing of the descriptor.
     """
     try:
         region = Region(PAGE, None)

@@ -68,24 +68,24 @@ class ObjectStore(ABC):
 
         Raises:
             NotFound: the object does not exist.
-            DataLoss: the object is longer than `MOST_WHOLE_BYTES`. Weighbridge never writes such an object to be read whole.
+            DataLoss: the object is longer than `MOST_WHOLE_BYTES`. Objects that Weighbridge reads whole are never this long.
         """
 
     @abstractmethod
     def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
-        """Write an object: atomically, and durable on return.
+        """Write an object atomically. It is durable on return.
 
         Args:
             key: key of the object.
             data: the content, or its pieces in order. If the iterator of the pieces raises, nothing is written.
-            mode: ``"create"`` (there must be no object yet), ``"overwrite"`` (there may be one), or `IfMatch`.
+            mode: ``"create"`` (the object must not exist yet), ``"overwrite"`` (it may exist), or `IfMatch`.
 
         Returns:
             The new object's etag.
 
         Raises:
             Conflict: the condition does not hold; nothing was written.
-            DeadlineExceeded: it is unknown whether it was written, or still will be.
+            DeadlineExceeded: it is unknown whether the object was written, or will still be written.
         """
 
     @abstractmethod
@@ -110,38 +110,39 @@ class ObjectStore(ABC):
 
         Raises:
             NotFound: the object does not exist.
-            InvalidArgument: the range does not lie within the object.
+            InvalidArgument: the range is not within the object.
         """
 
     @abstractmethod
     def stream(self, key: str) -> Iterator[bytes | memoryview]:
-        """The whole object, all of one etag, in consecutive pieces; each is only valid until the next is taken.
+        """The whole object in consecutive pieces. All pieces have the same etag. Each is valid only until the next piece is taken.
 
-        A remote store prefetches the next pieces, and holds a bounded part of the object in memory.
+        A remote store prefetches the next pieces, and keeps a limited part of the object in memory.
 
         Raises:
             NotFound: the object does not exist.
-            Unavailable: it was replaced while it was read.
+            Unavailable: the object was replaced while it was read.
         """
 
     def open(self, key: str) -> int | None:
-        """A descriptor for reading the object, which the caller closes; None if the store's objects are not files of this machine.
+        """A descriptor for reading the object; None if the store's objects are not files on this machine. The caller closes the descriptor.
 
-        Its content stays the same even when the object is replaced. A store either opens all its objects or none.
+        Its content stays the same even if the object is replaced. A store opens either all of its objects or none.
 
         Raises:
-            NotFound: there is no such object, and the store opens objects.
+            NotFound: the object does not exist, and the store opens objects.
         """
         return None
 
     def presigned_url(self, key: str, seconds: int) -> str | None:
-        """A URL by which any client can GET the object, or a range of it, for a while; None if this store has no such URLs.
+        """A URL with which any client can GET the object, or a range of it, for a limited time; None if this store does not support such
+        URLs.
 
-        Makes no request to the store, so the object may not exist.
+        Does not make a request to the store, so the object may not exist.
 
         Args:
             key: key of the object.
-            seconds: how long the URL is valid.
+            seconds: seconds for which the URL is valid.
         """
         return None
 
@@ -149,16 +150,16 @@ class ObjectStore(ABC):
     def list(self, prefix: str) -> Iterator[str]:
         """All keys that begin with ``prefix``, in no particular order.
 
-        Keys that are written or deleted during the iteration may or may not be among them. Objects of other programs whose names are no
-        keys (`check_key`) are skipped.
+        Keys that are written or deleted during the iteration may or may not be included. Objects of other programs are skipped if their
+        names are not valid keys (`check_key`).
         """
 
     @abstractmethod
     def folders(self, prefix: str) -> Iterator[str]:
         """The distinct next components, without slash, of all keys that continue after ``prefix`` with a component and a slash.
 
-        ``folders("models/acme/")`` gives ``smol`` if there is ``models/acme/smol/head.json``. In no particular order. Some
-        servers go on listing a folder after its last object was deleted.
+        ``folders("models/acme/")`` yields ``smol`` if ``models/acme/smol/head.json`` exists. The order is undefined. Some servers continue
+        to list a folder after its last object was deleted.
 
         Raises:
             InvalidArgument: ``prefix`` is neither empty nor ends with a slash.
@@ -170,12 +171,12 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def copy(self, source: str, target: str) -> None:
-        """Make ``target`` an object with the content of ``source``, replacing any present one.
+        """Make ``target`` an object with the content of ``source``. An existing object is replaced.
 
-        Atomic and durable like `put`, and cheap where the store can share the bytes.
+        Atomic and durable like `put`, and cheap if the store can share the bytes.
 
         Raises:
-            NotFound: there is no object at ``source``.
+            NotFound: the object at ``source`` does not exist.
         """
 
     @abstractmethod
@@ -186,22 +187,22 @@ class ObjectStore(ABC):
 
         Args:
             prefix: prefix of the objects' keys.
-            older_than_s: age in seconds from which on a write counts as dead where the store cannot tell. If such a write is
-                still running, it fails, and writes nothing.
-            only: filter by key, where the store knows the keys; by default all.
+            older_than_s: age in seconds from which a write counts as dead if the store cannot determine this. If such a write is still
+                running, it fails without writing anything.
+            only: filter by key, if the store knows the keys; by default all.
         """
 
     def with_time_limit(self, seconds: float) -> ObjectStore:
-        """The same store with a timeout on requests without progress, and fewer attempts; this store if it makes no requests."""
+        """The same store with a timeout on requests without progress, and fewer attempts. Returns this store if it does not make requests."""
         return self
 
     @abstractmethod
     def close(self) -> None:
-        """Close connections, threads and files. The store cannot be used afterwards; closing again does nothing."""
+        """Close connections, threads and files. The store cannot be used afterwards. Closing it again does nothing."""
 
 
 def check_key(key: str) -> str:
-    """``key``, if it is valid: components of printable characters between single slashes.
+    """Returns ``key`` if it is valid: components of printable characters, separated by single slashes.
 
     Raises:
         InvalidArgument: it is empty, absolute, longer than `MAX_KEY_LENGTH` characters, or has a component that is
@@ -234,17 +235,17 @@ def is_key(text: str) -> bool:
 
 
 def check_prefix(prefix: str) -> str:
-    """``prefix``, if some key can begin with it; the empty prefix is one.
+    """Returns ``prefix`` if a key can begin with it. The empty prefix is valid.
 
     Raises:
-        InvalidArgument: no key can begin with it.
+        InvalidArgument: keys cannot begin with it.
     """
     check_key(prefix + "x")
     return prefix
 
 
 def check_folder_prefix(prefix: str) -> str:
-    """``prefix``, if it is empty or ends with a slash and some key can begin with it.
+    """Returns ``prefix`` if it is empty, or if it ends with a slash and a key can begin with it.
 
     Raises:
         InvalidArgument: it is neither.
@@ -255,7 +256,7 @@ def check_folder_prefix(prefix: str) -> str:
 
 
 def pieces_of(data: Buffer | Iterable[Buffer]) -> Iterator[memoryview]:
-    """The bytes of an argument of `ObjectStore.put`, piece by piece; errors of the caller's iterator pass through.
+    """The bytes of an argument of `ObjectStore.put`, piece by piece. Errors of the caller's iterator pass through.
 
     Raises:
         InvalidArgument: a piece is not contiguous memory.
@@ -302,7 +303,7 @@ def check_whole(nbytes: int, what: str) -> None:
 
 
 def error_for(error: OSError, what: str) -> WeighbridgeError:
-    """The error to raise to a caller for an error of the operating system.
+    """The error to raise to a caller after an error of the operating system.
 
     Args:
         error: error of the system call.

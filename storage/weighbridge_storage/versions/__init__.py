@@ -3,9 +3,9 @@
 May import: `head`, `cache`, `memory`, `stores`, `documents`, `weighbridge`.
 
 - `manifest`: content of `weighbridge.json`.
-- `digests`: digests of a file, made in one pass.
+- `digests`: digests of a file, computed in one pass.
 - `writing`: writes of a version's objects, in crash-safe order.
 - `reading`: reader of a durable version.
-- `signatures`: signatures beside a version's folder.
+- `signatures`: signatures next to a version's folder.
 - `verifying`: comparison of files with the manifest.
 """

@@ -1,14 +1,13 @@
-"""Digests of one file of a version, made in one pass over its bytes.
+"""Digests of one file of a version, computed in one pass over its bytes.
 
-- XXH3-128 (seed 0) of the file and of each tensor: finds accidental damage, and is cheap enough to be compared on every read.
-- BLAKE3-256 of each block of 1 MiB: a cryptographic digest by which any block can be checked alone, from whatever source it came. The
-  last block may be shorter; an empty file has no block. All block digests in order, 32 bytes each, are the object
-  ``<file>.blake3``.
-- The file's **root**: BLAKE3-256 of these block digests, i.e. of the content of ``<file>.blake3``. It is no BLAKE3 of the file.
-- SHA-256 of the file, on request: signatures of models name files by it. It takes twice as long as all the others together.
+- XXH3-128 (seed 0) of the file and of each tensor: detects accidental damage, and is cheap enough to be compared on every read.
+- BLAKE3-256 of each block of 1 MiB: a cryptographic digest with which any block can be checked separately, regardless of its source. The
+  last block may be shorter; an empty file has no blocks. The object ``<file>.blake3`` contains all block digests in order, 32 bytes each.
+- The file's **root**: BLAKE3-256 of these block digests, i.e. of the content of ``<file>.blake3``. It is not the BLAKE3 of the file.
+- SHA-256 of the file, on request: signatures of models identify files by it. It takes twice as long as all other digests together.
 - The number of non-finite elements of each tensor: NaN and, where the dtype has them, infinities.
 
-docs/manifest.md has the cost of each.
+docs/manifest.md lists the cost of each.
 """
 
 from __future__ import annotations
@@ -29,17 +28,18 @@ from weighbridge_storage.stores.objects import ByteArray
 from weighbridge_storage.versions.manifest import FileEntry, TensorEntry
 
 BLOCK_BYTES = 1 << 20
-"""Bytes of the file under one block digest."""
+"""Bytes of the file that one block digest covers."""
 DIGEST_BYTES = blake3.digest_size
 """Bytes of one block digest."""
 _WINDOW = 4 * BLOCK_BYTES
-"""Bytes that all digests are updated with before the next: few enough to stay in the processor's cache, and enough that a thread
-asks for the interpreter's lock rarely."""
+"""Number of bytes with which all digests are updated before the next bytes: few enough to stay in the processor's cache, and enough that a
+thread rarely requests the interpreter's lock.
+"""
 
 
 @dataclass(frozen=True)
 class FileDigests:
-    """Digests of a file, made in one pass.
+    """Digests of a file, computed in one pass.
 
     Attributes:
         entry: the file, as the manifest lists it.
@@ -66,7 +66,7 @@ def digest_file(
         files: layout of the version's tensors in its files.
         name: name of the file.
         data: its bytes, header included.
-        go_on: called every few MiB; an error that it raises ends the pass.
+        go_on: called every few MiB. An error that it raises ends the pass.
         sha256: whether to make SHA-256 of the file as well.
     """
     spans = (
@@ -99,7 +99,7 @@ def root_of(blocks: bytes) -> str:
 
 
 class BlockDigester:
-    """BLAKE3 of each block of a file whose bytes come in order, in pieces of any size."""
+    """BLAKE3 of each block of a file. The bytes arrive in order, in pieces of any size."""
 
     def __init__(self) -> None:
         self._done = bytearray()
@@ -121,7 +121,7 @@ class BlockDigester:
                 self._end_block()
 
     def finish(self) -> bytes:
-        """The digests of all blocks. Nothing can be added any more."""
+        """The digests of all blocks. Afterwards, bytes can no longer be added."""
         if self._filled:
             self._end_block()
         return bytes(self._done)
@@ -132,7 +132,7 @@ class BlockDigester:
 
 
 class FileDigester:
-    """All digests of a file whose bytes come in order, in pieces of any size.
+    """All digests of a file. The bytes arrive in order, in pieces of any size.
 
     Args:
         name: name of the file.
@@ -169,7 +169,7 @@ class FileDigester:
         self._position = end
 
     def finish(self) -> FileDigests:
-        """The digests of all bytes so far. No bytes can be added any more."""
+        """The digests of all bytes so far. Afterwards, bytes can no longer be added."""
         while self._current is not None:  # tensors without elements, after the last byte
             self._end_tensor(self._current)
         blocks = self._blocks.finish()

@@ -1,8 +1,8 @@
-"""Manifest of a version: the content of its `weighbridge.json`, which is written once, after all other files of the version.
+"""Manifest of a version: the content of its `weighbridge.json`. It is written once, after all other files of the version.
 
-It lists the files of the version's folder, every tensor with its location, and the origin of the version. The format, with an example, is
-in docs/manifest.md. Fields and parts that this release does not know are kept and written back (``extra``, ``other_parts``); a manifest
-with an unknown feature in ``requires`` is refused, and the error names the feature.
+It lists the files of the version's folder, every tensor with its location, and the origin of the version. docs/manifest.md describes the
+format, with an example. Fields and parts that this release does not know are kept and written back (``extra``, ``other_parts``). A manifest
+with an unknown feature in ``requires`` is rejected, and the error names the feature.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from weighbridge_storage.documents.names import (
 
 FORMAT = 2
 FILE_FOLDERS = "file-folders"
-"""The feature that names of files have folders: a program that does not know it would report them as damage."""
+"""The feature that names of files contain folders. A program that does not know it would report such files as damage."""
 FEATURES: frozenset[str] = frozenset((FILE_FOLDERS,))
-"""The features that a manifest may require here."""
+"""The features that a manifest may require in this release."""
 WEIGHTS = "weights"
 """Name of the part that every version has."""
 MAX_METADATA = 256
-"""Most entries of the metadata."""
+"""Maximum number of entries of the metadata."""
 MAX_METADATA_TEXT = 4096
-"""Most characters of a text in the metadata; a name has at most 256."""
+"""Maximum characters of a string in the metadata; a name has at most 256."""
 
 Metadata: TypeAlias = Mapping[str, str | int | float]
 
 _MAX_METADATA_NAME = 256
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-"""Shared by all entries that have no unknown field: a model may have 500,000 of them."""
+"""All entries without unknown fields share it, because a model may have 500,000 of them."""
 _XXH3 = re.compile(r"[0-9a-f]{32}")
 _BLAKE3 = _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -63,7 +63,7 @@ class FileEntry:
         size: in bytes.
         xxh3_128: digest of its content, as 32 hex digits.
         blake3: root of its block digests (`weighbridge_storage.versions.digests`), as 64 hex digits.
-        sha256: digest of its content, as 64 hex digits; empty if it was not made.
+        sha256: digest of its content, as 64 hex digits; empty if it was not computed.
         extra: fields that this release does not know.
     """
 
@@ -80,13 +80,13 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor, and the bytes that hold it.
+    """One tensor, and the location of its bytes.
 
     Attributes:
         dtype: element type.
         shape: elements on each axis.
         file: name of the file.
-        offset: byte of the file where the tensor starts.
+        offset: position in the file of the tensor's first byte.
         nbytes: its length in bytes.
         xxh3_128: digest of these bytes, as 32 hex digits.
         nonfinite: number of its elements that are NaN or infinite.
@@ -112,21 +112,21 @@ class Manifest:
         version: its number.
         step: the trainer's step.
         run: the trainer's name for its run; may be empty.
-        created_ms: when the version was opened, in milliseconds since 1970 UTC.
+        created_ms: time at which the version was opened, in milliseconds since 1970 UTC.
         files: all files of the folder except the manifest and the block digests.
         tensors: all tensors by name.
         lineage: origin of the version: ``parent``, the number of the version before, and fields of later releases.
-        metadata: the user's metadata: texts, finite numbers and booleans by printable names.
-        held: reasons why the version was held when it was written; its entry has the present ones.
-        provenance: how and by whom the version was pushed; see `provenance_of`.
-        requires: the features without which the version cannot be read correctly.
+        metadata: the user's metadata: strings, finite numbers and booleans by printable names.
+        held: reasons why the version was held when the manifest was written; the version's entry contains the current reasons.
+        provenance: record of how, and by which identity, the version was pushed; see `provenance_of`.
+        requires: features that a reader must know to read the version correctly.
         weights_extra: the fields of the weights that this release does not know.
         other_parts: the parts that this release does not know, by name.
         extra: the other fields that it does not know.
 
     Raises:
-        InvalidArgument: a name, a text or a digest is malformed, a tensor's length does not follow from its shape, lies
-            outside its file or on another tensor's bytes, or its file is not listed; the metadata is over a limit.
+        InvalidArgument: a name, a string or a digest is malformed; a tensor's length does not match its shape, the tensor is outside its
+            file or overlaps another tensor, or its file is not listed; or the metadata exceeds a limit.
     """
 
     model: ModelName
@@ -169,7 +169,7 @@ class Manifest:
 
     @property
     def weight_files(self) -> frozenset[str]:
-        """Names of the files that hold tensors; each has an object of block digests beside it."""
+        """Names of the files that contain tensors. Each has an object with block digests next to it."""
         return frozenset(tensor.file for tensor in self.tensors.values())
 
     @property
@@ -178,10 +178,10 @@ class Manifest:
         return sum(tensor.nonfinite for tensor in self.tensors.values())
 
     def to_json(self) -> bytes:
-        """The manifest as the text of `weighbridge.json`, which ends with its digest.
+        """The manifest as the text of `weighbridge.json`. The text ends with its digest.
 
         Raises:
-            InvalidArgument: an unknown field that was kept holds a value that JSON cannot express.
+            InvalidArgument: an unknown field that was kept contains a value that JSON cannot express.
         """
         weights = {
             **self.weights_extra,
@@ -211,7 +211,7 @@ class Manifest:
         """Read the text of a `weighbridge.json`; ``where`` names it in errors.
 
         Raises:
-            DataLoss: it is damaged, is malformed, or contradicts itself.
+            DataLoss: it is damaged, malformed or contradictory.
             FailedPrecondition: it has another format, or requires a feature that is unknown here; the message states the fix.
         """
         fields = document_digests.decode(data, where, FORMAT)

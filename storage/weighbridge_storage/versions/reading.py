@@ -24,7 +24,7 @@ def read_manifest(store: ObjectStore, model: ModelName, number: int) -> Manifest
     """A version's manifest.
 
     Raises:
-        DataLoss: it is missing or malformed, although the version is part of history.
+        DataLoss: the manifest is missing or malformed, although the version is part of history.
     """
     return Manifest.from_json(
         read_manifest_text(store, model, number), version_key(model, number, MANIFEST_FILE)
@@ -32,10 +32,10 @@ def read_manifest(store: ObjectStore, model: ModelName, number: int) -> Manifest
 
 
 def read_manifest_text(store: ObjectStore, model: ModelName, number: int) -> bytes:
-    """A version's manifest as it is stored.
+    """A version's manifest in its stored form.
 
     Raises:
-        DataLoss: it is missing, although the version is part of history.
+        DataLoss: the manifest is missing, although the version is part of history.
     """
     try:
         return store.get(version_key(model, number, MANIFEST_FILE))[0]
@@ -46,9 +46,9 @@ def read_manifest_text(store: ObjectStore, model: ModelName, number: int) -> byt
 def open_version(
     store: ObjectStore, cache: BlockCache, model: ModelName, number: int
 ) -> tuple[FilesLayout, dict[str, FileBytes]]:
-    """The weights of a durable version: their layout in files, and the files' bytes.
+    """Open the weights of a durable version. Returns their layout in files, and the files' bytes.
 
-    Only the headers are read now. Tensors are compared with their digests as they are read.
+    Reads only the headers. Tensors are compared with their digests when they are read.
 
     Args:
         store: store of the version.
@@ -57,8 +57,7 @@ def open_version(
         number: number of the version.
 
     Raises:
-        DataLoss: a file is missing, or differs from the manifest.
-        ResourceExhausted, Unavailable: the cache has no room for it.
+        DataLoss: a file is missing, or differs from the manifest. ResourceExhausted, Unavailable: the cache does not have space for it.
     """
     manifest = read_manifest(store, model, number)
     tensors = tensors_of_files(manifest)
@@ -83,11 +82,11 @@ def open_version(
 
 
 def _nothing() -> None:
-    """Do nothing: a file of the store needs no notice that another process still has it open."""
+    """Do nothing: for a file of the store, it does not matter whether another process still has it open."""
 
 
 class _Reader:
-    """Reader of a version's files, whose errors name the file that differs from the manifest."""
+    """Reader of a version's files. Its errors name the file that differs from the manifest."""
 
     def __init__(self, store: ObjectStore, model: ModelName, number: int, sizes: Mapping[str, int]) -> None:
         self._store = store
@@ -96,11 +95,11 @@ class _Reader:
         self.title = f"{model}@{number}"
 
     def open(self, name: str, digests: Sequence[DigestedRange]) -> FileOnDisk | None:
-        """Open a file; None if the store's objects are not files of this machine."""
+        """Open a file. Returns None if the store's objects are not files on this machine."""
         descriptor = self._opened(name)
         if descriptor is None:
             return None
-        # other processes open it anew, so that they get a file that was restored since
+        # other processes open it again, so that they get a file that was restored since
         place = Place(
             self._key(name), self._sizes[name], 0, partial(self._opened_near, name), False, _nothing, digests
         )
@@ -146,7 +145,7 @@ class _Reader:
 
 
 def tensors_of_files(manifest: Manifest) -> dict[str, list[tuple[str, TensorEntry]]]:
-    """The tensors of each file that has any, in the order of their offsets."""
+    """The tensors of each file that contains tensors, in the order of their offsets."""
     tensors: dict[str, list[tuple[str, TensorEntry]]] = {}
     for name, entry in sorted(manifest.tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
         tensors.setdefault(entry.file, []).append((name, entry))

@@ -1,7 +1,7 @@
-"""Signatures of a version in a store: beside its folder, each written once under the digest of its bytes.
+"""Signatures of a version in a store. They are next to its folder, and each is written once, under the digest of its bytes.
 
-So a version's folder stays as it was published, a signature is never replaced, and a damaged one is recognised by its name. An empty
-object beside a signature names the identity that added it.
+So a version's folder stays as it was published, a signature is never replaced, and a damaged signature does not match its name. An empty
+object next to a signature names the identity that added it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from weighbridge_storage.documents.names import (
 from weighbridge_storage.stores.objects import ObjectStore
 
 MOST_SIGNATURES = 16
-"""Most signatures of one version."""
+"""Maximum number of signatures of one version."""
 MOST_OF_ONE = 4
-"""Most of these that one identity may add: so it cannot use up the limit with unwanted signatures."""
+"""Maximum number of these that one identity may add, so that it cannot use up the limit with unwanted signatures."""
 _MOST_READ = 2 * MOST_SIGNATURES
-"""Replicas that add signatures concurrently may exceed the limit by as many: these must not hide an older one."""
+"""Maximum number of signatures that are read. Replicas that add signatures concurrently may exceed `MOST_SIGNATURES` by as many, and these
+must not hide an older signature.
+"""
 
 
 def signature_ids(store: ObjectStore, model: ModelName, number: int) -> list[str]:
@@ -34,7 +36,9 @@ def signature_ids(store: ObjectStore, model: ModelName, number: int) -> list[str
 
 
 def read_signatures(store: ObjectStore, model: ModelName, number: int) -> tuple[Signature, ...]:
-    """A version's signatures, in the order of their digests. One that does not match its name is left out: it proves nothing."""
+    """A version's signatures, in the order of their digests. A signature that does not match its name is omitted, because it proves
+    nothing.
+    """
     found = []
     for digest in signature_ids(store, model, number)[:_MOST_READ]:
         try:
@@ -47,7 +51,7 @@ def read_signatures(store: ObjectStore, model: ModelName, number: int) -> tuple[
 
 
 def write_signature(store: ObjectStore, model: ModelName, number: int, content: bytes, by: str = "") -> str:
-    """Add a signature to a version, and return its digest. Adding it again changes nothing.
+    """Add a signature to a version, and return its digest. If the version already has this signature, nothing changes.
 
     Args:
         store: store of the version.
@@ -57,7 +61,7 @@ def write_signature(store: ObjectStore, model: ModelName, number: int, content: 
         by: identity that adds it; empty if callers are not identified.
 
     Raises:
-        ResourceExhausted: the version has `MOST_SIGNATURES` others, or `MOST_OF_ONE` others by this identity.
+        ResourceExhausted: the version already has `MOST_SIGNATURES` other signatures, or `MOST_OF_ONE` others by this identity.
     """
     digest = hashlib.sha256(content).hexdigest()
     keys = set(store.list(signatures_prefix(model, number)))

@@ -1,6 +1,6 @@
-"""Comparison of a durable version's files with its manifest, in one pass over each.
+"""Comparison of a durable version's files with its manifest, in one pass over each file.
 
-XXH3-128 finds the damaged files and tensors, the block digests the damaged bytes.
+XXH3-128 identifies the damaged files and tensors; the block digests locate the damaged bytes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def verify_version(
         store: store of the version.
         model: the model.
         number: number of the version.
-        sha256: whether to make SHA-256 of all files as well; it is compared where the manifest has it.
+        sha256: whether to also compute the SHA-256 of all files. It is compared if the manifest contains it.
         on_progress: called with the number of bytes read so far.
 
     Raises:
         DataLoss: the manifest itself is missing or malformed.
-        Unavailable: the store cannot be reached.
+        Unavailable: the store is unreachable.
     """
     manifest = read_manifest(store, model, number)
     in_file = tensors_of_files(manifest)
@@ -99,10 +99,10 @@ def digest_object(
         name: name of the file.
         tensors: tensors in it.
         took: called after each piece with its number of bytes.
-        sha256: whether to make SHA-256 of it as well.
+        sha256: whether to also compute its SHA-256.
 
     Raises:
-        NotFound: it does not exist.
+        NotFound: the file does not exist.
     """
     spans = [(TensorSpec(t, e.dtype, e.shape), e.offset) for t, e in tensors]
     digester = FileDigester(name, spans, sha256=sha256)

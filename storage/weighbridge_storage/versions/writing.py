@@ -1,7 +1,7 @@
 """Writing of a version's objects, in an order that is safe against crashes.
 
-The folder is written file by file, in any order, its manifest last. Only the change of the head after that makes it part of history.
-Objects that a crash leaves behind are in no head, so no reader sees them, and their number is never given again.
+The folder is written file by file, in any order, and the manifest last. Only the subsequent change of the head makes the version part of
+history. A head never refers to objects that a crash leaves behind, so readers do not see them, and their number is never assigned again.
 
 Only the holder of the version's claim in the head may write to its folder.
 """
@@ -63,7 +63,7 @@ class Written:
         )
 
     def to_json(self, claim: str) -> bytes:
-        """Text for other replicas of the service; ``claim`` names the agreement under which the files were written."""
+        """Text for other replicas of the service. ``claim`` names the agreement under which the files were written."""
         return strict_json.encode(
             {
                 "requires": [],
@@ -77,8 +77,8 @@ class Written:
     def from_json(data: bytes, where: str) -> tuple[str, Written]:
         """The claim and the files in a text of `to_json`; ``where`` names it in errors.
 
-        Fields of a file or a tensor that only a later release knows go into the manifest as well. Other unknown fields are left out,
-        unless the text requires them.
+        Fields of a file or a tensor that only a later release knows are copied into the manifest. Other unknown fields are omitted, unless
+        the text requires them.
 
         Raises:
             DataLoss: it is malformed.
@@ -101,13 +101,13 @@ NOTHING_WRITTEN = Written({}, {})
 
 
 def differs_from(parent: Manifest, name: str, data: ByteArray, go_on: Callable[[], None]) -> bool:
-    """Whether a file certainly differs from that of another version; fast if one of its first tensors differs.
+    """Whether a file certainly differs from the file of another version. Fast if one of its first tensors differs.
 
     Args:
         parent: the manifest of the other version.
         name: name of the file.
         data: its bytes, header included.
-        go_on: called from time to time; an error that it raises ends the comparison.
+        go_on: called from time to time. An error that it raises ends the comparison.
     """
     before = parent.files.get(name)
     if before is None or before.size != len(data):
@@ -123,7 +123,7 @@ def differs_from(parent: Manifest, name: str, data: ByteArray, go_on: Callable[[
 def copy_weights(
     store: ObjectStore, model: ModelName, number: int, name: str, digests: FileDigests, parent: Manifest
 ) -> bool:
-    """Let the store copy one file of weights from another version, if it is the same there. Returns whether it was copied.
+    """Let the store copy one file of weights from another version, if the file is identical there. Returns whether it was copied.
 
     Args:
         store: the store.
@@ -138,7 +138,7 @@ def copy_weights(
         return False
     try:
         store.copy(version_key(parent.model, parent.version, name), version_key(model, number, name))
-    except NotFound:  # it was deleted since
+    except NotFound:  # the file has been deleted since
         return False
     return True
 
@@ -154,10 +154,10 @@ def write_weights(
         number: number of the version.
         name: name of the file.
         data: its bytes, header included.
-        go_on: called from time to time; an error that it raises ends the write.
+        go_on: called from time to time. An error that it raises ends the write.
 
     Raises:
-        ResourceExhausted: no room; the same call can be repeated.
+        ResourceExhausted: no space. The same call can be repeated.
     """
     # overwrite: an earlier attempt may have written it
     store.put(version_key(model, number, name), _pieces(data, go_on), mode="overwrite")
@@ -204,7 +204,7 @@ def write_side_files(
 def write_manifest(
     store: ObjectStore, model: ModelName, entry: OpenEntry, written: Written, layouts: str = ""
 ) -> Manifest:
-    """Write a version's manifest, after all its files, and return the manifest that the store has then.
+    """Write a version's manifest after all its files. Returns the manifest that the store then contains.
 
     The first manifest of these files is not replaced: replicas that publish a version together may run different releases or make
     different digests, and the manifest may have been signed before a late replica writes its own.
@@ -214,10 +214,10 @@ def write_manifest(
         model: the model.
         entry: the version as it was opened.
         written: its files.
-        layouts: digest of the layouts of all ranks; empty if not known.
+        layouts: digest of the layouts of all ranks; empty if unknown.
 
     Raises:
-        FailedPrecondition: a manifest is there that requires a feature that is unknown here.
+        FailedPrecondition: the existing manifest requires a feature that this release does not know.
         Conflict: another writer replaced the manifest in the meantime.
     """
     nonfinite = not entry.allow_nonfinite and any(tensor.nonfinite for tensor in written.tensors.values())
@@ -246,13 +246,13 @@ def write_manifest(
         if _same_files(found, manifest):
             return found
     except DataLoss:
-        pass  # left by an attempt that broke off
+        pass  # left by an interrupted attempt
     store.put(key, manifest.to_json(), mode=IfMatch(etag))
     return manifest
 
 
 def _same_files(one: Manifest, other: Manifest) -> bool:
-    """Whether two manifests are of the same version and the same bytes."""
+    """Whether two manifests describe the same version and the same bytes."""
     return (
         (one.model, one.version) == (other.model, other.version)
         and one.files.keys() == other.files.keys()
@@ -261,7 +261,7 @@ def _same_files(one: Manifest, other: Manifest) -> bool:
 
 
 def provenance_of(entry: OpenEntry, layouts: str) -> dict[str, Any]:
-    """Provenance of a version for its manifest, beside step, run, lineage and metadata. Unknown fields are left out."""
+    """Provenance of a version for its manifest, in addition to step, run, lineage and metadata. Unknown fields are omitted."""
     known = {"by": entry.by, "layouts": layouts, "cast_from": list(entry.cast_from)}
     return {"ranks": entry.ranks, **{name: value for name, value in known.items() if value}}
 
@@ -273,7 +273,7 @@ def publish_version(heads: HeadStore, model: ModelName, entry: VersionEntry) -> 
         The entry in history: ``entry``, unless another replica has published the version before, under the same claim.
 
     Raises:
-        VersionFailed: it failed or was aborted in the meantime.
+        VersionFailed: the version failed or was aborted in the meantime.
         AlreadyExists: another writer holds its claim.
     """
 
@@ -285,7 +285,7 @@ def publish_version(heads: HeadStore, model: ModelName, entry: VersionEntry) -> 
 
 
 def discard_version(store: ObjectStore, model: ModelName, number: int) -> None:
-    """Delete all objects of a version that failed or was aborted; it can no longer be published."""
+    """Delete all objects of a version that failed or was aborted and can no longer be published."""
     for prefix in (version_prefix(model, number), incoming_prefix(model, number)):
         for key in list(store.list(prefix)):
             store.delete(key)
