@@ -90,7 +90,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """The HTTP face's socket, and its server in a thread of its own.
+    """The HTTP server's socket, and its server in a thread of its own.
 
     Args:
         address: ``host:port``; port 0 takes a free one.
@@ -150,7 +150,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # otherwise any process of this machine could fake its address
+            proxy_headers=False,  # otherwise any process on this machine could fake its address
             timeout_graceful_shutdown=_HTTP_GRACE_SECONDS,
         )
         tls = None if certificates is None else certificates.for_http()

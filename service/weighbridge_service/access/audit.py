@@ -84,7 +84,7 @@ class _AuditFile:
         self.flush()
 
     def add(self, line: bytes) -> bool:
-        """Buffer a line for the next `flush`. Returns False if the buffer has no room for it."""
+        """Buffer a line for the next `flush`. Returns False if the buffer has no capacity for it."""
         if len(self._unwritten) + len(line) > _MOST_UNWRITTEN:
             return False
         self._unwritten += line

@@ -20,7 +20,7 @@ class Peer:
     """The other end of a connection.
 
     Attributes:
-        host: address of the caller; ``local`` for processes of this machine that connect through a Unix socket.
+        host: address of the caller; ``local`` for processes on this machine that connect through a Unix socket.
         connection: distinguishes the connections of one host.
         identity: identity that the caller's evidence proves.
     """

@@ -1,8 +1,8 @@
-"""Budget of bytes in flight through the service, and the order in which streams get room from it.
+"""Budget of bytes in flight through the service, and the order in which streams get capacity from it.
 
 Outgoing bytes are in flight from when they are read out of an image or the store until they are sent; incoming bytes from when they are
-received until they are stored. A stream reserves room before it brings a message into memory, and releases it once the message has left.
-Without room it waits. Room is granted round-robin: within a direction from host to host, on a host from connection to connection, and on a
+received until they are stored. A stream reserves capacity before it brings a message into memory, and releases it once the message has left.
+Without capacity it waits. Room is granted round-robin: within a direction from host to host, on a host from connection to connection, and on a
 connection from stream to stream. Each direction, host and connection has a maximum share, so stalled streams occupy only their own share. While
 streams wait, a stream whose client has neither read nor sent anything for some seconds is ended; its client can resume it. Reads between
 replicas have a share of their own and wait for no other direction, because a pull may depend on another replica's read.
@@ -25,11 +25,11 @@ from weighbridge_service.admission.quotas import RETRY_SECONDS, Shares
 from weighbridge_service.admission.turns import Turns
 
 MESSAGE_ROOM = 2 * rpc.MESSAGE_BYTES
-"""Maximum room of a message, which is held once by the service and once by gRPC."""
+"""Maximum capacity of a message, which is held once by the service and once by gRPC."""
 LEAST_BYTES = 32 << 20
 """Smallest capacity that a service can work with."""
 _STUCK_SECONDS = 2.0
-"""Seconds that a client may leave a message unread, or unsent, while other streams wait for room."""
+"""Seconds that a client may leave a message unread, or unsent, while other streams wait for capacity."""
 _LOOK_SECONDS = 0.5
 """Interval at which a waiting stream looks for stalled streams."""
 
@@ -49,7 +49,7 @@ class InFlight:
 
     Attributes:
         nbytes: bytes in flight, by direction.
-        waiting: streams that wait for room, by direction.
+        waiting: streams that wait for capacity, by direction.
     """
 
     nbytes: dict[Direction, int]
@@ -58,7 +58,7 @@ class InFlight:
 
 @dataclass(eq=False, slots=True)
 class _Side:
-    """One direction: the room that its hosts and connections hold, and its waiting streams."""
+    """One direction: the capacity that its hosts and connections hold, and its waiting streams."""
 
     hosts: Shares[str]
     peers: Shares[Peer]
@@ -88,7 +88,7 @@ class ByteBudget:
         self._most_of_peer = capacity // 4
         self._changed = threading.Condition()
         self._nbytes = 0
-        self._holding: dict[Reservation, None] = {}  # in the order in which they got their room
+        self._holding: dict[Reservation, None] = {}  # in the order in which they got their capacity
         # the side that was served last is moved to the end
         most_of_side = capacity // 8 * 3  # two sides at their maximum leave a quarter for the third one
         self._sides = OrderedDict(
@@ -105,7 +105,7 @@ class ByteBudget:
             )
 
     def take(self, reservation: Reservation) -> None:
-        """Wait for the room that a stream asks for; see `Reservation.take`."""
+        """Wait for the capacity that a stream asks for; see `Reservation.take`."""
         side = self._sides[reservation.direction]
         with self._changed:
             side.waiting.add(reservation.peer, reservation)
@@ -130,7 +130,7 @@ class ByteBudget:
                 )
             stuck = self._stuck(side, now)
             if stuck:
-                self._changed.release()  # ending a stream may release its room, which takes this lock
+                self._changed.release()  # ending a stream may release its capacity, which takes this lock
                 try:
                     for each in stuck:
                         each.end()
@@ -140,7 +140,7 @@ class ByteBudget:
                 self._changed.wait(min(deadline - now, _LOOK_SECONDS))
 
     def _stuck(self, side: _Side, now: float) -> list[Reservation]:
-        """Stalled streams that hold room in a direction: at most as many as wait there. Each stall is reported once."""
+        """Stalled streams that hold capacity in a direction: at most as many as wait there. Each stall is reported once."""
         found: list[Reservation] = []
         for reservation in self._holding:
             if len(found) == len(side.waiting):
@@ -152,7 +152,7 @@ class ByteBudget:
         return found
 
     def give(self, reservation: Reservation) -> None:
-        """Release the room of a stream; see `Reservation.give`."""
+        """Release the capacity of a stream; see `Reservation.give`."""
         with self._changed:
             self._holding.pop(reservation, None)
             self._add(self._sides[reservation.direction], reservation.peer, -reservation.nbytes)
@@ -168,7 +168,7 @@ class ByteBudget:
         side.add(peer, nbytes)
 
     def _grant(self) -> None:
-        """Grant room to waiting streams in turn until no more fits."""
+        """Grant capacity to waiting streams in turn until no more fits."""
         granted = False
         while (found := self._next()) is not None:
             side, reservation = found
@@ -180,7 +180,7 @@ class ByteBudget:
             self._changed.notify_all()
 
     def _next(self) -> tuple[_Side, Reservation] | None:
-        """The next stream to get room, with its side; None if none waits or the next one does not fit."""
+        """The next stream to get capacity, with its side; None if none waits or the next one does not fit."""
         for side in self._sides.values():
             for peer, waiter in side.waiting:
                 if side.peers.of.get(peer, 0) + waiter.nbytes > self._most_of_peer:
@@ -196,19 +196,19 @@ class ByteBudget:
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Room of one stream in a budget. Not thread-safe, except for `abandon`.
+    """Capacity of one stream in a budget. Not thread-safe, except for `abandon`.
 
     Attributes:
         budget: the budget.
         direction: direction of the stream.
         peer: peer of the stream's connection.
-        patience: returns the number of seconds that the stream can still wait for room.
+        patience: returns the number of seconds that the stream can still wait for capacity.
         end: ends the stream, from any thread, if its client stalls while other streams wait.
         gone: whether the caller has disconnected.
         with_client_since: start of the current wait for the client to read or send a message, in seconds of the monotonic clock; 0 while the
             service itself is working.
-        nbytes: bytes of room that the stream has, or waits for.
-        granted: whether the room was granted.
+        nbytes: bytes of capacity that the stream has, or waits for.
+        granted: whether the capacity was granted.
     """
 
     budget: ByteBudget
@@ -222,10 +222,10 @@ class Reservation:
     granted: bool = False
 
     def take(self, data_bytes: int = rpc.MESSAGE_BYTES) -> None:
-        """Release the room of the previous message, then wait for room for a message with `data_bytes` bytes of weights.
+        """Release the capacity of the previous message, then wait for capacity for a message with `data_bytes` bytes of weights.
 
         Raises:
-            ResourceExhausted: there was no room for as long as the stream can wait; has the time after which to retry.
+            ResourceExhausted: there was no capacity for as long as the stream can wait. The error states when to retry.
             Unavailable: the caller has disconnected.
         """
         self.give()
@@ -242,12 +242,12 @@ class Reservation:
             self.with_client_since = 0.0
 
     def give(self) -> None:
-        """Release the room, once the message is not in memory any more or the stream has ended."""
+        """Release the capacity, once the message is not in memory any more or the stream has ended."""
         if self.granted:
             self.granted = False
             self.budget.give(self)
 
     def abandon(self) -> None:
-        """Stop a wait for room, because the caller has disconnected. May be called from any thread."""
+        """Stop a wait for capacity, because the caller has disconnected. May be called from any thread."""
         self.gone = True
         self.budget.look()

@@ -172,7 +172,7 @@ class IdentityQuotas:
             whole: whether the call may carry the whole stream instead if there are too few places; see `Streaming.striping`.
 
         Raises:
-            ResourceExhausted: there is no place; has the time after which to retry.
+            ResourceExhausted: there is no place. The error states when to retry.
         """
         name, limit = identity.name, identity.limits.streams
         if limit is None:
@@ -209,7 +209,7 @@ class IdentityQuotas:
         """Count a version that an identity opens in the block. It does not count if the block fails, or sets `Opening.new` to False.
 
         Raises:
-            ResourceExhausted: the identity has opened its number of versions within an hour; has the time after which to retry.
+            ResourceExhausted: the identity has opened its number of versions within an hour. The error states when to retry.
         """
         limit, opening = identity.limits.versions_per_hour, Opening()
         if limit is None:

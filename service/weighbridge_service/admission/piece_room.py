@@ -1,6 +1,6 @@
-"""Room for pieces of files that are being sent to readers over HTTP. The less room is left, the smaller new pieces are.
+"""Capacity for pieces of files that are being sent to readers over HTTP. The less capacity is left, the smaller new pieces are.
 
-A reader that stops reading occupies its pieces for as long as its connection lasts. So no reader waits for the room of another: when no room
+A reader that stops reading occupies its pieces for as long as its connection lasts. So no reader waits for the capacity of another: when no capacity
 is left, a new reader still gets pieces of the smallest size.
 """
 
@@ -12,14 +12,14 @@ from contextlib import contextmanager
 
 SMALLEST_BYTES = 128 << 10
 _SHARES = 16
-"""A piece takes at most one part in so many of the room that is left: 24 readers get pieces of full size, and hundreds still leave some room."""
+"""A piece takes at most one part in so many of the capacity that is left: 24 readers get pieces of full size, and hundreds still leave some capacity."""
 
 
 class PieceRoom:
-    """Room for pieces in one process. Thread-safe.
+    """Capacity for pieces in one process. Thread-safe.
 
     Args:
-        nbytes: room in bytes.
+        nbytes: capacity in bytes.
         largest: maximum bytes of a piece.
 
     Attributes:
@@ -48,7 +48,7 @@ class PieceReader:
     """The pieces of one reader.
 
     Args:
-        room: the room that they are taken from.
+        room: the capacity that they are taken from.
 
     Attributes:
         held: bytes of its pieces that are not sent yet.

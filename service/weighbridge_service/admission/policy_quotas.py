@@ -47,8 +47,8 @@ class Quotas:
             is_open: returns whether the version is already open.
 
         Raises:
-            ResourceExhausted: the identity has opened its number of versions within an hour (the error has the time after which to retry), or
-                the namespace has no room for the version.
+            ResourceExhausted: the identity has opened its number of versions within an hour (the error states when to retry), or
+                the namespace has no capacity for the version.
         """
         limited = by.limits.versions_per_hour is not None or nbytes
         with ExitStack() as stack:
@@ -58,7 +58,7 @@ class Quotas:
                     self.stored.check_room(name, nbytes)
                     opening = stack.enter_context(self.identities.opening(by))
                 except ResourceExhausted:
-                    # another rank may have opened it at another replica since the check, and have taken the room
+                    # another rank may have opened it at another replica since the check, and have taken the capacity
                     if not is_open():
                         raise
             yield opening

@@ -89,7 +89,7 @@ class HostQuota(Shares[str]):
             self.add(host, -count)
 
     def take(self, host: str, count: int = 1) -> None:
-        """Take an amount as `try_take` does. Raises ResourceExhausted, with the time after which to retry, if that fails."""
+        """Take an amount as `try_take` does. Raises ResourceExhausted, which states when to retry, if that fails."""
         if not self.try_take(host, count):
             raise self.refusal(host)
 
@@ -103,7 +103,7 @@ class HostQuota(Shares[str]):
 
     @contextmanager
     def taking(self, host: str, count: int = 1) -> Iterator[None]:
-        """Hold an amount while the block runs. Raises as `take`."""
+        """Hold an amount while the block runs. Raises the same errors as `take`."""
         self.take(host, count)
         try:
             yield

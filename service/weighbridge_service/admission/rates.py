@@ -104,7 +104,7 @@ class Rates:
             return self._filled(name, rate).level
 
     def count(self, host: str) -> None:
-        """Count a call of a host. Raises ResourceExhausted, with the time after which to retry, if it has begun too many."""
+        """Count a call of a host. Raises ResourceExhausted, which states when to retry, if it has begun too many."""
         if wait := self.take(host, least=1):
             raise ResourceExhausted(
                 f"{host} begins more than {self._rate:g} calls a second",

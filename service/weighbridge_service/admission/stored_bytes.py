@@ -1,4 +1,4 @@
-"""Bytes that namespaces hold, and the check for room for a new version.
+"""Bytes that namespaces hold, and the check for capacity for a new version.
 
 A version counts from when it is opened, before its first byte arrives, until it is aborted or its objects are deleted. So a retired version
 still counts during its grace time. All replicas share one ledger in the store (`weighbridge_storage.head.ledger`).
@@ -73,7 +73,7 @@ class StoredBytes:
         return name.namespace in self.limits()
 
     def check_room(self, name: ModelName, nbytes: int) -> None:
-        """Raise ResourceExhausted if the namespace has no room for a new version of `nbytes` bytes."""
+        """Raise ResourceExhausted if the namespace has no capacity for a new version of `nbytes` bytes."""
         limit = self.limits().get(name.namespace)
         if limit is None:
             return
@@ -84,7 +84,7 @@ class StoredBytes:
             raise _full(name, held, nbytes, limit)
 
     def take_room(self, name: ModelName, nbytes: int) -> None:
-        """Record a version of `nbytes` bytes that was opened. Raises ResourceExhausted if concurrent calls have taken the room."""
+        """Record a version of `nbytes` bytes that was opened. Raises ResourceExhausted if concurrent calls have taken the capacity."""
         limit = self.limits().get(name.namespace)
         if limit is None:
             return
@@ -95,7 +95,7 @@ class StoredBytes:
             raise _full(name, held - nbytes, nbytes, limit)
 
     def note(self, name: ModelName) -> None:
-        """Record that a version was aborted, or the model collected or deleted, so that its room is free. Errors are only logged."""
+        """Record that a version was aborted, or the model collected or deleted, so that its capacity is free. Errors are only logged."""
         if self.is_limited(name):
             try:
                 self._note(name)

@@ -1,4 +1,4 @@
-"""Bodies of the operations in the table: the implementation of each operation, shared by the gRPC and HTTP faces."""
+"""Bodies of the operations in the table: the implementation of each operation, shared by the gRPC and HTTP servers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ PAGE, LARGEST_PAGE = 100, 1000
 
 
 class Bodies:
-    """Implementations of the operations: one method with the name of each operation, which takes the caller and the operation's arguments by name.
+    """Implementations of the operations: one method for each operation, with the operation's name. It receives the caller and the operation's
+    arguments by name.
 
-    The method of a paged list also takes ``after`` and ``size``, and returns up to ``size`` items after the item named ``after``.
+    The method of a paged list also has the arguments ``after`` and ``size``. It returns up to ``size`` items after the item named ``after``.
 
     Args:
         core: the core of the service.

@@ -61,7 +61,7 @@ class Bases:
 
         Raises:
             InvalidArgument: an adapter is pushed without a base, another model with one, or the base is an adapter itself.
-            NotFound: there is no such base.
+            NotFound: the base does not exist.
             PermissionDenied: the peer may not pull it.
             FailedPrecondition: the base is not durable.
             LayoutError: the adapter does not fit the base.
@@ -119,7 +119,7 @@ class Bases:
     def _fitting(
         self, tensors: Iterable[TensorSpec], config_json: bytes, wanted: str, by: Peer | None
     ) -> BaseVersion:
-        """The named base, without its digest, if the adapter with these tensors and this config fits it. Raises as `find`."""
+        """The named base, without its digest, if the adapter with these tensors and this config fits it. Raises the same errors as `find`."""
         found = self._resolve(wanted, by)
         base = self._catalog.model(ModelName.parse(found.model))
         if base.is_adapter or base.by_version:

@@ -192,7 +192,7 @@ class Catalog:
         """Register a part of a model, unless it is registered. Returns the model's head.
 
         Raises:
-            NotFound: there is no such model.
+            NotFound: the model does not exist.
             FailedPrecondition: versions of the part are still being received that belong to a deleted model of the same name.
         """
         of = self.head(name.model)
@@ -229,7 +229,7 @@ class Catalog:
             shown: returns whether the caller may know of a model.
 
         Raises:
-            NotFound: no such model or version.
+            NotFound: the model or version does not exist.
         """
         model_name = ModelName.parse(name)
         history = self.history(model_name)
@@ -258,7 +258,7 @@ class Catalog:
         Args:
             of: computes the result from a model's name and head.
             after: the page begins after the model of this name; empty for the first page.
-            limit: most results.
+            limit: maximum number of results.
             shown: returns whether to list a model: the caller wants it, and may see it.
 
         Raises:
@@ -480,7 +480,7 @@ class Catalog:
         """Context of a durable version, whose objects are kept while the block reads them.
 
         Raises:
-            NotFound: no such model, version or ref; or the version was deleted in the meantime.
+            NotFound: the model, version or ref does not exist, or the version was deleted in the meantime.
             FailedPrecondition: the version is not durable yet.
         """
         model_name = ModelName.parse(name)
@@ -514,7 +514,7 @@ class Catalog:
             invisible: whether to also find a version that is being received or has failed.
 
         Raises:
-            NotFound: no such model, version or ref.
+            NotFound: the model, version or ref does not exist.
             VersionFailed, FailedPrecondition: the version is not visible.
         """
         if history is None:

@@ -93,7 +93,7 @@ class Collecting:
             The version, which can be read by its number until its objects are deleted.
 
         Raises:
-            NotFound: no such model or version.
+            NotFound: the model or version does not exist.
             FailedPrecondition: a ref names the version, it is not durable yet, or adapters are based on it.
         """
         model, clock = ModelName.parse(name), self._catalog.readers.clock
@@ -127,7 +127,7 @@ class Collecting:
             sees: returns whether the caller may know of a model of this name.
 
         Raises:
-            NotFound: no such model.
+            NotFound: the model does not exist.
             FailedPrecondition: versions are being received, or adapters are based on versions of the model.
         """
         model, clock = ModelName.parse(name), self._catalog.readers.clock
@@ -189,7 +189,7 @@ class Collecting:
         """Delete the versions of one model that need not be kept. A dry run only reports them.
 
         Raises:
-            NotFound: no such model.
+            NotFound: the model does not exist.
             WeighbridgeError: the store failed before anything could be done.
         """
         catalog, model = self._catalog, ModelName.parse(name)

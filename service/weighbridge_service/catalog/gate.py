@@ -41,7 +41,7 @@ T = TypeVar("T")
 class Gates:
     """Gates of all models. Thread-safe; any number of replicas may change them at the same time.
 
-    A change of a ref that takes approvals becomes a pending request, named by its ``request_id``. Without a ``request_id`` it is refused.
+    A change of a ref that requires approvals becomes a pending request, named by its ``request_id``. Without a ``request_id`` it is refused.
 
     Args:
         catalog: the registered models.
@@ -101,7 +101,7 @@ class Gates:
             The version after the approval.
 
         Raises:
-            NotFound: no such model or version.
+            NotFound: the model or version does not exist.
             FailedPrecondition: the version is not complete yet, or was taken out of history.
             VersionFailed: the version has failed.
             InvalidArgument: a text is too long, or not printable.
@@ -129,13 +129,13 @@ class Gates:
     def move(
         self, name: str, ref: str, version: str, peer: Peer, *, request_id: str = "", note: str = ""
     ) -> tuple[Version, RefRequest]:
-        """Move a tag to a durable version, or request the move if it takes approvals.
+        """Move a tag to a durable version, or request the move if it requires approvals.
 
         Returns:
             The version, and the request, which is done or pending.
 
         Raises:
-            NotFound: no such version.
+            NotFound: the version does not exist.
             FailedPrecondition: the version is not durable yet; or as `ask`.
             WeighbridgeError: as `ask`.
         """
@@ -161,7 +161,7 @@ class Gates:
         request_id: str = "",
         note: str = "",
     ) -> RefRequest:
-        """Move, delete or unprotect a ref, or request that. For `REQUEST_MOVE` see `move`. Raises NotFound, and as `requests.ask`."""
+        """Move, delete or unprotect a ref, or request that. For `REQUEST_MOVE` see `move`. Raises NotFound, and the same errors as `requests.ask`."""
         asker = peer.asker(Verb.TAG, name, ref)
         wanted = _wanted(ref, action, asker.name, request_id, note, number)
         return self._change_ref(
@@ -171,7 +171,7 @@ class Gates:
         )
 
     def approve_ref(self, name: str, ref: str, request_id: str, peer: Peer, *, note: str = "") -> RefRequest:
-        """Approve a request. The last approval that it takes carries it out. Raises as `requests.approve_request`."""
+        """Approve a request. The last approval that it takes carries it out. Raises the same errors as `requests.approve_request`."""
         model, asker = ModelName.parse(name), peer.asker(Verb.APPROVE, name, ref)
         standing = self._standing(model, ref)
         return self._change_ref(
@@ -183,7 +183,7 @@ class Gates:
         )
 
     def withdraw_ref(self, name: str, ref: str, request_id: str, peer: Peer) -> RefRequest:
-        """End a request without carrying it out. Raises as `requests.withdraw_request`."""
+        """End a request without carrying it out. Raises the same errors as `requests.withdraw_request`."""
         asker = peer.asker(Verb.TAG, name, ref)
         return self._change_ref(
             ModelName.parse(name),
@@ -192,7 +192,7 @@ class Gates:
         )
 
     def protect(self, name: str, ref: str, approvals: int, peer: Peer) -> tuple[Protection, ...]:
-        """Protect a ref, or raise the number of approvals that its changes take. Raises NotFound, and as `requests.protect`.
+        """Protect a ref, or raise the number of approvals that its changes require. Raises NotFound, and the same errors as `requests.protect`.
 
         Returns:
             All protections of the model.
@@ -209,7 +209,7 @@ class Gates:
         return _protections(after)
 
     def protections(self, name: str) -> tuple[Protection, ...]:
-        """Protected refs of a model, and the approvals that their changes take. Raises NotFound."""
+        """Protected refs of a model, and the approvals that their changes require. Raises NotFound."""
         return _protections(self._catalog.head(ModelName.parse(name)))
 
     def ref_requests(self, name: str) -> tuple[RefRequest, ...]:
@@ -287,7 +287,7 @@ def _wanted(ref: str, action: str, by: str, request_id: str, note: str, number: 
 
 
 def _value(head: Head, wanted: RequestEntry | RefRequest) -> object:
-    """Value in a head that a request changes: the number that the ref names, or the approvals that its changes take; None if not set."""
+    """Value in a head that a request changes: the number that the ref names, or the approvals that its changes require; None if not set."""
     if wanted.action in (REQUEST_PROTECT, REQUEST_UNPROTECT):
         protection = head.protected.get(wanted.ref)
         return None if protection is None else {"approvals": protection.approvals}

@@ -64,7 +64,7 @@ def page_of(
         history: its history, read after ``snapshots`` were taken, so that it contains versions that have become durable since.
         snapshots: snapshots of this process, by version number.
         before: a version number; 0 begins with the newest.
-        limit: most versions.
+        limit: maximum number of versions.
         include_invisible: whether to also list versions that are being received or have failed.
     """
     head = history.head

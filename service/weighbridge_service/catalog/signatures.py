@@ -43,7 +43,7 @@ class Signatures:
             most: most bytes of the part.
 
         Raises:
-            NotFound: no such model or version.
+            NotFound: the model or version does not exist.
             FailedPrecondition: the version is not durable yet.
             InvalidArgument: the manifest is shorter.
         """
@@ -58,14 +58,14 @@ class Signatures:
         """Number of a version, and its signatures.
 
         Raises:
-            NotFound: no such model, version or ref.
+            NotFound: the model, version or ref does not exist.
             FailedPrecondition: the version is not durable yet.
         """
         with self._catalog.reading_stored(name, version) as found:
             return found.number, read_signatures(self._catalog.store, ModelName.parse(name), found.number)
 
     def get(self, name: str, version: str, signature: str) -> Signature:
-        """One signature of a version, by its id. Raises as `of_version`, and NotFound if the version does not have it."""
+        """One signature of a version, by its id. Raises the same errors as `of_version`, and NotFound if the version does not have it."""
         number, there = self.of_version(name, version)
         for each in there:
             if each.id == signature:
@@ -82,7 +82,7 @@ class Signatures:
             by: name of the identity that adds it; empty if it has none.
 
         Raises:
-            NotFound: no such model or version.
+            NotFound: the model or version does not exist.
             FailedPrecondition: the version is not durable yet, or was taken out of history.
             InvalidArgument: the content is too large, not a signature, or not of this version.
             ResourceExhausted: the version has the most signatures that one may have, or the most by one identity.

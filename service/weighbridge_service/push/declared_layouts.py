@@ -30,7 +30,7 @@ class DeclaredLayouts:
         return True
 
     def add(self, space: TensorSpace, layout: Layout) -> None:
-        """Take a declared layout. Raises as `RegisteredModel.add_layout`."""
+        """Take a declared layout. Raises the same errors as `RegisteredModel.add_layout`."""
         self._model.add_layout(space, layout)
         self._held[layout.digest] = (space, layout)
 

@@ -17,7 +17,7 @@ from weighbridge_storage.threads import ThreadPool
 log = logging.getLogger(__name__)
 
 IMAGES = 8
-"""Number of images allocated at one time: fresh memory takes seconds."""
+"""Number of images allocated at the same time: fresh memory takes seconds."""
 
 _MOST = {
     Pool.PLAN: 2,

@@ -77,7 +77,7 @@ class Opener:
         catalog: the registered models.
         registry: takes the sessions.
         facilities: resources that pushes share.
-        max_receiving: number of versions that may be received at one time.
+        max_receiving: number of versions that may be received at the same time.
         quotas: quotas of identities and namespaces.
 
     Attributes:
@@ -440,7 +440,7 @@ class Opener:
         return PushSession(state, client_id, runner, self._pools, self._timers, self._registry, observer)
 
     def find(self, name: str, number: int) -> PushSession:
-        """Session of a version that is being received here. Raises as `find_push`, and as `EndedPush.refuse` if the push has ended."""
+        """Session of a version that is being received here. Raises the same errors as `find_push`, and as `EndedPush.refuse` if the push has ended."""
         push = self.find_push(name, number)
         if isinstance(push, EndedPush):
             push.refuse()

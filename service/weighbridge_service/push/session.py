@@ -341,7 +341,7 @@ class PushSession:
     # --- calls of ranks
 
     def declare(self, rank: int, client_id: str, digest: str) -> Future[Agreement]:
-        """Declare the layout of a rank. The future gets the agreement once all ranks have declared. Errors as `answer_declare`."""
+        """Declare the layout of a rank. The future gets the agreement once all ranks have declared. Raises the same errors as `answer_declare`."""
         check_incomplete(self._state)
         self._state.declarations.check_rank(rank)
         event = on.RankDeclared(rank, client_id, digest)
@@ -353,7 +353,7 @@ class PushSession:
         Raises:
             FailedPrecondition: the version is sealed, or this rank or another one has not declared.
             AlreadyExists: the rank belongs to another process.
-            WeighbridgeError: the version has failed; its error.
+            WeighbridgeError: the version has failed; raises the error that ended it.
         """
         state = self._state
         check_incomplete(state)
@@ -368,10 +368,10 @@ class PushSession:
             claim: the agreement of that replica.
 
         Raises:
-            InvalidArgument: there is no such rank.
+            InvalidArgument: the rank does not exist.
             FailedPrecondition: the replicas have not agreed on the same plan.
             Unavailable: this replica has no image yet; retry.
-            WeighbridgeError: the version has failed; its error.
+            WeighbridgeError: the version has failed; raises the error that ended it.
         """
         state = self._state
         check_not_failed(state)
@@ -398,7 +398,7 @@ class PushSession:
 
         Raises:
             FailedPrecondition: there is no image yet, other replicas receive a part of the version, or arrived bytes may be written again.
-            WeighbridgeError: the version has failed; its error.
+            WeighbridgeError: the version has failed; raises the error that ended it.
         """
         state, image, files = self._state, self._runner.image, self.model.files
         check_incomplete(state)
@@ -438,7 +438,7 @@ class PushSession:
         Raises:
             FailedPrecondition: bytes are missing; names tensors and boxes.
             LayoutError: another rank holds different bytes under one box; the version is aborted.
-            WeighbridgeError: the version has failed; its error. The future may get it, too.
+            WeighbridgeError: the version has failed; raises the error that ended it. The future may get it, too.
         """
 
         def sealed(state: PushState) -> bool | None:
@@ -500,7 +500,7 @@ class PushSession:
         Raises:
             FailedPrecondition: not all of its bytes have arrived, or a process could still change them.
             NotFound: the file is not in an image of this replica, or no longer.
-            WeighbridgeError: the version has failed; its error.
+            WeighbridgeError: the version has failed; raises the error that ended it.
         """
         state, image = self._state, self._runner.image
         check_not_failed(state)

@@ -93,7 +93,7 @@ class TakingOver:
         self._registry.supersede(session)
 
     def has_taken(self, version: HandedVersion) -> bool:
-        """Whether this replica has taken over the version or share already. Raises as `take_over`."""
+        """Whether this replica has taken over the version or share already. Raises the same errors as `take_over`."""
         if self._opener.draining:
             raise FailedPrecondition("the service is shutting down")
         there = self._registry.of_version(version.model.name, version.entry.number)

@@ -27,7 +27,7 @@ LONG = frozenset(each.method for each in ENTRIES if each.takes_long)
 def check_allowed(call: Call, verb: Verb, request: Any, audit: Audit) -> None:
     """Raise if a caller may not do what a request asks for, or if the audit log cannot record it; see `authorize` and `Audit.check`.
 
-    ``call.named`` becomes the models and refs that the request names; if the call is refused, only the refused one.
+    Sets ``call.named`` to the models and refs that the request names; if the call is refused, only to the refused one.
     """
     version = _version(request)
     if version and getattr(request, "ref", None) is not None:
@@ -60,7 +60,7 @@ def record(audit: Audit, call: Call, method: MethodDescriptor, code: str) -> Non
 
 
 def named(request: Any) -> Iterator[tuple[str, str]]:
-    """The models and refs that a request is about."""
+    """Yield the models and refs that a request names."""
     message = getattr(request, "message", request)  # a request with weights wraps its message
     header = getattr(message, "header", message)  # the header names the model for all further messages
     header = getattr(header, "report", header)  # an engine's report names its model

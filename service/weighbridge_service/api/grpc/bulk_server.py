@@ -1,7 +1,7 @@
-"""Server for streams of weights: a port of its own, where each call has a thread and must show a ticket.
+"""Server for streams of weights, on a separate port. Each call runs in its own thread and must present a ticket.
 
 Weights that pass through an event loop cost a fifth more CPU time (docs/benchmarks.md). The thread that accepts calls refuses a call without a
-ticket, so that it occupies no stream thread.
+ticket, so that the call does not occupy a stream thread.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class BulkListener:
             ) from error
 
     def answer(self, methods: Iterable[Method], tickets: Tickets, threads: ThreadPool) -> None:
-        """Begin to answer the methods that carry weights.
+        """Start serving the methods that carry weights.
 
         Args:
             methods: all methods of the contract.
@@ -101,7 +101,7 @@ class BulkListener:
 
 
 class _Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses calls without a valid ticket, and calls that carry no weights; runs in the thread that accepts calls."""
+    """Refuses calls without a valid ticket and calls that do not carry weights. Runs in the thread that accepts calls."""
 
     def __init__(self, count: Count, pool: ThreadPoolExecutor, known_port: int) -> None:
         self.tickets: Tickets | None = None
@@ -140,7 +140,7 @@ class _Threads(ThreadPoolExecutor):
     """Adapter from `ThreadPool` to gRPC's executor interface; ``pool`` is set once the service exists.
 
     An exception from `submit` would end gRPC's thread that accepts calls. So if no thread is free, the call's behaviour runs in the pool for
-    refusals, where `check` raises the error.
+    refusals, and `check` raises the error there.
     """
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class _Threads(ThreadPoolExecutor):
         self.pool: ThreadPool | None = None
         self._here = threading.local()
         self._error: WeighbridgeError | None = None
-        # a pool for refusals alone, because they must not wait for running streams
+        # a separate pool for refusals, because they must not wait for running streams
         self.refusing = ThreadPoolExecutor(
             _REFUSING_THREADS, "bulk-refuse", setattr, (self._here, "refuses", True)
         )

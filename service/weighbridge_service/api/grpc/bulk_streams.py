@@ -1,9 +1,9 @@
 """Streams of weights over gRPC: limits on the number of concurrent streams, and on their bytes in memory.
 
-Handlers control the flow. gRPC asks a handler that yields messages for the next one when the transport has taken the previous one, so a stream
-that its client does not read holds at most one message in memory. A message of a push is read from the transport when the handler asks for it;
-until then HTTP/2's flow-control window holds the sender back. So a handler reserves room for a message before it builds or requests it, and
-releases the room when it continues with the next message.
+Handlers control the flow. gRPC requests the next message from a handler when the transport has accepted the previous one, so a stream whose
+client does not read holds at most one message in memory. A handler reads a message of a push from the transport when it needs it; until then
+HTTP/2's flow control blocks the sender. So a handler reserves capacity for a message before it builds or requests the message, and releases the
+capacity when it continues with the next one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class BulkStreams:
 
     Args:
         budget: budget of bytes in flight.
-        most: maximum number of concurrent streams of clients, and also of streams to other replicas; each stream occupies a thread.
-        wait: seconds that a call without a deadline waits for room.
+        most: maximum number of concurrent streams of clients, and also of concurrent streams to other replicas. Each stream occupies a thread.
+        wait: seconds that a call without a deadline waits for capacity.
         planners: threads that plan streams. A small pool, because hundreds of concurrent plans would starve all other Python threads.
         quotas: quotas of identities, in streams and in bytes per second.
     """
@@ -63,7 +63,7 @@ class BulkStreams:
             begins: whether the call is at the beginning of the stream, so that it may carry the whole stream instead of a part.
 
         Raises:
-            ResourceExhausted: there are too many streams; the error has the time after which to retry.
+            ResourceExhausted: there are too many streams. The error states when to retry.
         """
         with (
             self._quotas.streaming(call.peer.identity, asked, whole=begins) as streaming,
@@ -94,10 +94,10 @@ class BulkStreams:
             request: request with the requested part of the stream.
             plan: plans the reading of a part of the stream.
             response: type of the messages.
-            count: is called with the number of weight bytes of each message.
+            count: called with the number of weight bytes of each message.
 
         Raises:
-            ResourceExhausted: there are too many streams, or there is no room for the next message.
+            ResourceExhausted: there are too many streams, or the budget has no capacity for the next message.
             Exception: any error of ``plan``.
         """
         asked = wire.striping_from_proto(request)
@@ -138,13 +138,13 @@ class Share:
         self._reservation = reservation
 
     def take(self, nbytes: int) -> None:
-        """Wait until a message with ``nbytes`` bytes of weights may be sent. Raises as `Reservation.take`."""
+        """Wait until a message with ``nbytes`` bytes of weights may be sent. Raises the same errors as `Reservation.take`."""
         self._reservation.give()
         self._streaming.wait(nbytes)
         self._reservation.take(nbytes)
 
     def take_any(self) -> None:
-        """As `take`, for an incoming message of unknown length; call `came` with its length afterwards."""
+        """Like `take`, for an incoming message of unknown length. Call `came` with its length afterwards."""
         self._reservation.give()
         self._streaming.wait()
         self._reservation.take()
@@ -154,14 +154,14 @@ class Share:
         self._streaming.count(nbytes)
 
     def with_client(self) -> AbstractContextManager[None]:
-        """As `Reservation.with_client`."""
+        """See `Reservation.with_client`."""
         return self._reservation.with_client()
 
 
 def received(
     messages: Iterator[pieces.Carried[checkpoint_service_pb2.PushRequest]], share: Share
 ) -> Iterator[tuple[int, memoryview, int]]:
-    """The pieces of a stream from a client: offset, data and checksum of each.
+    """Yield the pieces of a stream from a client, each with its offset, data and checksum.
 
     Args:
         messages: messages of the call after the first one.
@@ -169,7 +169,7 @@ def received(
 
     Raises:
         InvalidArgument: a message is too large.
-        ResourceExhausted: there is no room for the next message.
+        ResourceExhausted: the budget has no capacity for the next message.
     """
     while True:
         share.take_any()

@@ -1,4 +1,4 @@
-"""Call: caller, deadline and end of a call, for its handler."""
+"""A call, with its caller, deadline and end, as its handler sees it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MARGIN = 0.25
-"""Seconds by which a wait ends before the caller's deadline, so that the response with the reason still arrives in time."""
+"""A wait ends this many seconds before the caller's deadline, so that the response with the reason still arrives in time."""
 
 
 class Context(Protocol):
@@ -41,7 +41,7 @@ class Context(Protocol):
         """Properties of the caller that TLS has verified."""
 
     def time_remaining(self) -> float | None:
-        """Seconds until the deadline; None without one."""
+        """Seconds until the deadline; None if there is no deadline."""
 
     def peer(self) -> str:
         """Address of the caller."""
@@ -58,11 +58,11 @@ class Call:
     Attributes:
         peer: the caller.
         cancel: as given.
-        evidence: the caller's credentials; None if the service needs none.
+        evidence: the caller's credentials; None if the service does not require credentials.
         span: tracing span of the call.
-        named: the models and refs that the request names, once it has been received; for a refused call, the first that the caller may not use.
+        named: the models and refs that the request names, once it has been received; for a refused call, the first one that the caller may not use.
         noted: details of the change for the audit log, from `note`.
-        refusal: the error that the caller receives; None without one.
+        refusal: the error that the caller receives; None if there is no error.
     """
 
     def __init__(self, context: Context, access: Access, cancel: Callable[[], object] = lambda: None) -> None:
@@ -112,7 +112,8 @@ class Call:
     def check_standing(self) -> None:
         """Raise Unavailable if the caller's credentials are no longer valid, for example after a token has expired.
 
-        Long calls check this periodically. The error is Unavailable, not a refusal, so that a client calls again with a new token and resumes.
+        Long calls check this periodically. The error is Unavailable instead of Unauthenticated, so that a client calls again with a new token and
+        resumes.
         """
         now = time.monotonic()
         if self.evidence is None or now - self._stood < self._access.standing_seconds:
@@ -128,7 +129,7 @@ class Call:
         return EVERYBODY if self.evidence is None else self._access.identify(self.evidence)
 
     def is_active(self) -> bool:
-        """Whether the caller still waits for an answer."""
+        """Whether the caller still waits for a response."""
         return not self._ended
 
     def wait(self, future: Future[T]) -> T:
@@ -143,7 +144,7 @@ class Call:
             del future  # its error's traceback leads back here
 
     def add_callback(self, callback: Callable[[], object]) -> None:
-        """Run a callback, in any thread, when the call has ended; immediately if it has ended already."""
+        """Run a callback, in any thread, when the call ends; run it immediately if the call has already ended."""
         with self._lock:
             if not self._ended:
                 self._callbacks.append(callback)
@@ -151,7 +152,7 @@ class Call:
         callback()
 
     def end(self) -> None:
-        """Mark the call as ended (the caller has received the answer or has disconnected), and run the callbacks."""
+        """Mark the call as ended (the caller has received the response or has disconnected), and run the callbacks."""
         with self._lock:
             self._ended = True
             callbacks, self._callbacks = self._callbacks, []

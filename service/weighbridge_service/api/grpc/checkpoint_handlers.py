@@ -1,4 +1,4 @@
-"""Handlers of `CheckpointService`: each translates its request, calls one method of the service, and translates back."""
+"""Handlers of `CheckpointService`. Each converts its request, calls one method of the service, and converts the result."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class CheckpointHandlers:
         )
 
     async def _answered(self, call: Call, ask: Callable[[], Pending[T]]) -> T:
-        """Ask a push, and wait for its answer without occupying a thread."""
+        """Send a request to a push, and wait for its answer without occupying a thread."""
         asked = self._methods.begin(call, ask)
         try:
             pending = await asyncio.wrap_future(asked)
@@ -224,8 +224,8 @@ class CheckpointHandlers:
 
 
 def _linked(weight_map: WeightMap) -> checkpoint_service_pb2.DescribeShardsResponse:
-    """A trainer's tensors, the model's tensors that contain their elements, and the links between them. Links to tensors whose axes differ in the
-    files are left out."""
+    """A trainer's tensors, the model's tensors that contain their elements, and the links between them. Omits links to tensors whose axes differ
+    in the files."""
     links = [link for link in weight_map.links if link.target not in weight_map.seen]
     targets = {link.target: weight_map.hugging_face[link.target] for link in links}
     held = Layout.stream(weight_map.megatron.values(), [])
@@ -238,7 +238,7 @@ def _linked(weight_map: WeightMap) -> checkpoint_service_pb2.DescribeShardsRespo
 
 
 def _leave(asked: Future[Pending[Any]]) -> None:
-    """Leave the pending answer of a cancelled call."""
+    """Stop waiting for the answer of a cancelled call."""
     if not asked.cancelled() and asked.exception() is None:
         asked.result().leave()
 

@@ -18,12 +18,12 @@ _DOMAIN = "weighbridge.v1"
 _LONGEST_DETAIL = 300
 _LONGEST_MESSAGE = 600
 _MOST_BYTES = 2400
-"""Bytes of all details together. A status travels in HTTP/2 headers, of which every peer accepts 8 KiB. They have the message
-percent-encoded (three bytes for each byte of a non-ASCII character), and the whole status again in base64."""
+"""Maximum bytes of all details together. A status is sent in HTTP/2 headers, and every peer accepts headers of up to 8 KiB. They contain the
+message percent-encoded (three bytes for each byte of a non-ASCII character), and the whole status again in base64."""
 
 
 def _with_room(lines: Sequence[str]) -> list[str]:
-    """The first lines that fit into `_MOST_BYTES`; the last line has the number of omitted ones."""
+    """The first lines that fit into `_MOST_BYTES`. The last line states the number of omitted lines."""
     told = [_cut(line, _LONGEST_DETAIL) for line in first_lines(lines)]
     used = accumulate(len(line.encode()) for line in told)
     return first_lines(told, most=sum(length <= _MOST_BYTES for length in used))
@@ -54,5 +54,5 @@ def to_status(error: WeighbridgeError) -> Any:
 
 
 def _cut(text: str, most: int) -> str:
-    """The beginning of a text, at most ``most`` bytes in UTF-8."""
+    """The beginning of a string, at most ``most`` bytes in UTF-8."""
     return text.encode("utf-8", "replace")[:most].decode("utf-8", "ignore")

@@ -1,4 +1,4 @@
-"""Event loop in a thread of its own, for use from other threads."""
+"""Event loop in its own thread, for use from other threads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EventLoop:
         self.loop.run_forever()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop and wait for its result. Not for the loop's own thread."""
+        """Run a coroutine on the loop and wait for its result. Must not be called in the loop's own thread."""
         return self.begin(work).result()
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:

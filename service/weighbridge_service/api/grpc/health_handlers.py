@@ -1,6 +1,6 @@
 """Handlers of gRPC's own services: health checks and reflection.
 
-They give the same answers as the handlers of grpcio's packages, but their requests are read under the limits of all other requests.
+They return the same responses as the handlers in grpcio's packages, but their requests are subject to the same limits as all other requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def reflection_handlers(names: Iterable[str]) -> object:
 
 
 class HealthHandlers:
-    """`Health`: whether the service takes new work. For the loop's thread, except `serve`, which is called before the loop answers calls."""
+    """`Health`: whether the service accepts new work. Use it in the loop's thread, except `serve`, which is called before the loop serves calls."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()

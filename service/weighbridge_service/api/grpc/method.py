@@ -1,4 +1,4 @@
-"""Method of the contract, with the steps around each of its calls, which are the same at both ports.
+"""Method of the contract, with the steps around each of its calls. The steps are the same at both ports.
 
 The ports differ only in how they read, write and wait: `methods` on an event loop, `bulk_server` in threads.
 """
@@ -33,20 +33,21 @@ log = logging.getLogger(__name__)
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 Count = Callable[[str, str, float | None], None]
-"""Counts an ended call. Receives method name, status code and seconds; None instead of seconds if calls last as long as their clients want."""
+"""Counts an ended call. Receives the method name, the status code and the duration in seconds; None as the duration if clients determine how
+long calls of the method last."""
 
 PAUSE_SECONDS = 60.0
-"""Seconds that a stream of weights may pause between messages, because a trainer copies the weights from its devices meanwhile."""
+"""Seconds that a stream of weights may pause between messages, because a trainer may be copying weights from its devices."""
 
 
 def streamed(handler: Handler) -> Handler:
-    """Mark a handler that takes an iterator over the messages of a request, as `pieces.Carried`, in a thread of its own."""
+    """Mark a handler that runs in its own thread and receives an iterator over the messages of a request, as `pieces.Carried`."""
     handler.streamed = True  # type: ignore[attr-defined]
     return handler
 
 
 def encoded(response: Message | bytes) -> bytes:
-    """The wire format of a response; messages with weights are already encoded."""
+    """A response in wire format; messages with weights are already encoded."""
     return response if isinstance(response, bytes) else response.SerializeToString()
 
 
@@ -76,7 +77,7 @@ class Method:
 
     Args:
         descriptor: descriptor from the contract.
-        handler: answers calls.
+        handler: handles calls.
         supervision: supervision of calls.
 
     Attributes:
@@ -84,9 +85,9 @@ class Method:
         path: gRPC path of its calls.
         verb: the verb that callers must be allowed.
         takes_long: whether its calls run in the pool for long calls instead of the one for quick calls.
-        joins: whether a call has several messages: parts of one request, or, if ``lasts`` is also true, separate requests.
+        joins: whether a call consists of several messages: parts of one request or, if ``lasts`` is also true, separate requests.
         on_loop: whether the handler runs on an event loop.
-        lasts: whether calls last as long as their clients want.
+        lasts: whether clients determine how long calls last.
         takes_weights: whether a call receives a stream of weights.
         carries_weights: whether a call receives or sends a stream of weights.
     """
@@ -117,11 +118,11 @@ class Method:
 
     @contextmanager
     def answering(self, call: Call, is_active: Callable[[], bool]) -> Iterator[None]:
-        """Answer a call in the block. An error becomes `Call.refusal`; the end of the call is counted, traced and recorded in the audit log.
+        """Handle a call in the block. An error becomes `Call.refusal`. The end of the call is counted, traced and recorded in the audit log.
 
         Args:
             call: the call.
-            is_active: returns whether the caller still waits for an answer.
+            is_active: returns whether the caller still waits for a response.
         """
         code = "OK"
         try:
@@ -141,7 +142,7 @@ class Method:
             record(self.supervision.audit, call, self._descriptor, code)
 
     def request(self, call: Call, raw: bytes) -> Any:
-        """Decode and authorize a request. Raises InvalidArgument if it cannot be decoded, and as `check_allowed`."""
+        """Decode and authorize a request. Raises InvalidArgument if it cannot be decoded, and the same errors as `check_allowed`."""
         found = self._decoded(raw)
         check_allowed(call, self.verb, found, self.supervision.audit)
         return found
@@ -152,12 +153,12 @@ class Method:
             return encoded(self.handler(self.request(call, raw), call))
 
     def carry(self, requests: Iterator[bytes], call: Call, first: Any = None) -> Generator[bytes, None, None]:
-        """The responses to a call that carries weights. Runs in a thread, which waits for the next message when the handler needs it.
+        """Yield the responses to a call that carries weights. Runs in a thread, which waits for the next message when the handler needs it.
 
         Args:
             requests: the messages, read one at a time.
             call: the call.
-            first: the first message, if `request` has decoded it already; ``requests`` has the others.
+            first: the first message, if `request` has already decoded it; ``requests`` then yields the others.
         """
         waited = self._waited_for(requests, call)
         if self.takes_weights:
@@ -223,7 +224,7 @@ def methods_of(
     """The methods of services.
 
     Args:
-        contract: each service, with an object that has a handler named like each method that is not in ``derived``.
+        contract: each service, with an object that has the handlers, each with the name of its method, of all methods that are not in ``derived``.
         derived: handlers by ``Service.Method``.
         supervision: supervision of calls.
     """

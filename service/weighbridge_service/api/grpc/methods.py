@@ -1,11 +1,11 @@
-"""Methods of the service on an event loop: reads requests, runs each handler on the loop or in a thread, and sends responses.
+"""Methods of the service on an event loop: the loop reads requests, runs each handler on the loop or in a thread, and sends responses.
 
 The kind of a handler determines where it runs. A coroutine or an asynchronous generator runs on the loop and must not block it. A function may
 access the store or compute; it occupies a thread of a pool while it runs. A generator, which yields messages with weights, and a function that
-takes messages one by one (`streamed`) have a thread of their own.
+receives messages one by one (`streamed`) run in their own threads.
 
-Every request is read as a stream, even if the contract has a single message. So a caller that sends only headers occupies no thread, and
-receives DeadlineExceeded.
+Every request is read as a stream, even if the contract defines a single message. So a caller that sends only headers does not occupy a thread,
+and receives DeadlineExceeded.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ T = TypeVar("T")
 
 _MOST_CALLS = 8192
 _CALLS_A_SECOND, _CALLS_AT_ONCE = 2000.0, 10_000.0
-"""Rate and burst of calls from one host. 1,024 ranks that wait for each other make 500 calls a second together."""
+"""Rate and burst of calls from one host. 1,024 ranks that wait for each other make 500 calls per second in total."""
 _SMALL_REQUEST = 32 << 10
-"""Bytes of a request up to which it is decoded on the loop, which takes less than a millisecond."""
+"""Requests of up to this many bytes are decoded on the loop, which takes less than a millisecond."""
 _STUCK = Unavailable("the stream stalled, and other streams need its memory", fix="resume it at its offset")
 
 
@@ -71,11 +71,11 @@ class Methods:
         self._rates = Rates(_CALLS_A_SECOND, _CALLS_AT_ONCE)
 
     async def run(self, call: Call, work: Callable[[], T]) -> T:
-        """Run work that accesses the store or computes in a thread. For handlers that are coroutines."""
+        """Run work that accesses the store, or that computes, in a thread. For handlers that are coroutines."""
         return await self._quick.run(work, call.peer)
 
     def begin(self, call: Call, work: Callable[[], T]) -> Future[T]:
-        """As `run`, but return a future at once."""
+        """Like `run`, but return a future at once."""
         return self._quick.submit(work, call.peer)
 
     def handling(self, methods: Iterable[Method]) -> Behaviours:
@@ -150,7 +150,7 @@ class Methods:
             each = (method.request(call, raw) async for raw in self._requests.each(context, call.peer))
             await _send(method.handler(each, call), context)
             return
-        # an unidentified caller is refused anyway: reading more than one part would only use memory
+        # an unidentified caller is refused in any case, so reading more than one part would only waste memory
         parts = method.joins and not call.peer.identity.problem
         async with self._requests.whole(context, call.peer, parts=parts) as raw:
             if method.carries_weights:

@@ -1,4 +1,5 @@
-"""Handlers of `ModelService`, without the derived operations: each translates its request, calls one method of the service, and translates back."""
+"""Handlers of `ModelService`, except the derived operations. Each converts its request, calls one method of the service, and converts the
+result."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _MOST_REFS = 1024
 
 @lru_cache(maxsize=256)
 def _watched(index: int, version: Version) -> bytes:
-    """The encoded response for a version, shared by all watchers that have its ref at the same index."""
+    """The encoded response for a version, shared by all watchers that list its ref at the same index."""
     response = pb.WatchRefsResponse(index=index, version=wire.version_to_proto(version))
     return response.SerializeToString()
 

@@ -26,19 +26,19 @@ from weighbridge_storage.stores.objects import ByteArray
 
 
 class OwnFiles(Protocol):
-    """The files of versions that this replica has in images."""
+    """The files of versions that this replica holds in images."""
 
     def own_file(self, model: str, number: int, claim: str, file: str) -> tuple[ByteArray, Hold]:
         """All bytes of a file, and a hold that keeps them in memory until it is released.
 
         Raises:
             FailedPrecondition: the bytes are not final yet, or the push has failed or was aborted.
-            NotFound: there is no such version under this claim, or the image of the file no longer exists.
+            NotFound: the version does not exist under this claim, or the image of the file no longer exists.
         """
 
 
 class VersionTaker(Protocol):
-    """Takes versions over from leaving replicas; see `handover.Takeovers`."""
+    """Takes over versions from leaving replicas; see `handover.Takeovers`."""
 
     def take_over(
         self, sender: Home, version: HandedVersion, memory_wait: float, go_on: Callable[[], bool]
@@ -57,7 +57,7 @@ class ReplicaHandlers:
         met: records a replica that has called.
         left: records a replica that is leaving.
         leaving: returns whether this process is leaving.
-        takeovers: takes versions over.
+        takeovers: takes over versions.
         heard: records engines that have reported to another replica.
     """
 

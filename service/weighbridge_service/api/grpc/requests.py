@@ -1,7 +1,7 @@
-"""Receiving of requests: limits on the number of messages received at the same time, and on their duration and size.
+"""Limits on received requests: the number of messages received at the same time, and their duration and size.
 
 gRPC allocates memory for a message, up to the server's limit, as soon as its length is announced. So a call waits for its turn before it reads
-a message. A caller that has announced a message without sending it, or has sent nothing, loses its place when others wait for one.
+a message. A caller that has announced a message without sending it, or has not sent anything, loses its place when others wait for one.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class _Reader:
 
 
 class Requests:
-    """Reader of requests. For the loop's thread.
+    """Reader of requests. Use it in the loop's thread only.
 
     Args:
-        waits: ends waiting reads when memory grows too fast.
+        waits: cancels pending reads when memory grows too fast.
         limits: limits of requests.
     """
 
@@ -75,9 +75,9 @@ class Requests:
         """A request: one message, or with ``parts`` all messages of the call, joined. Its bytes count toward the limits until the block ends.
 
         Raises:
-            InvalidArgument: the call has no request, or it is too long.
+            InvalidArgument: the call does not contain a request, or the request is too long.
             DeadlineExceeded: a message did not arrive in time.
-            ResourceExhausted: too many bytes of requests are pending, or as `next`.
+            ResourceExhausted: too many bytes of requests are pending, or for the same reasons as in `next`.
         """
         found = await self.next(context, peer)
         if found is None:
@@ -103,7 +103,7 @@ class Requests:
                 self._pending.give(peer.host, held)
 
     async def each(self, context: Any, peer: Peer) -> AsyncIterator[bytes]:
-        """The messages of a request, one by one. Raises as `next`."""
+        """The messages of a request, one by one. Raises the same errors as `next`."""
         while (found := await self.next(context, peer)) is not None:
             yield found
 

@@ -1,4 +1,4 @@
-"""gRPC server of the service: the known port for all calls, on an event loop, and a port for streams of weights alone."""
+"""gRPC server of the service: the known port for all calls, on an event loop, and a separate port for streams of weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ from weighbridge_storage.threads import ThreadPool
 _QUICK_THREADS = 32
 _LONG_THREADS = 8
 _PLANNING_THREADS = 4
-"""Few, because a planning thread holds the interpreter lock: with 8, other calls waited twice as long when a thousand pulls began at once."""
+"""A small number, because a planning thread holds the interpreter lock: with 8 threads, other calls waited twice as long when a thousand pulls
+began at once."""
 _REPLICA_THREADS = 32
 _LAST_PORT = 65535
 
@@ -81,7 +82,7 @@ class CallLimits:
     """Limits of calls.
 
     Attributes:
-        line: maximum number of calls that wait for a thread, for each pool.
+        line: maximum number of calls that wait for a thread of one pool.
         watches: maximum number of concurrent watches.
         requests: limits of requests while they are received.
     """
@@ -95,10 +96,10 @@ DEFAULT_LIMITS = CallLimits()
 
 
 def bulk_ports(wanted: str, port: int) -> tuple[int, ...]:
-    """Candidate ports for streams of weights, of which the server takes the first that is free; empty if they have no port of their own.
+    """Candidate ports for streams of weights. The server uses the first free one. Empty if streams of weights have no separate port.
 
     Args:
-        wanted: a number; ``auto`` for the port after ``port``, or any if that is not free; or ``off``.
+        wanted: a number; ``auto`` for the port after ``port``, or any free port if that one is in use; or ``off``.
         port: the port for all calls.
 
     Raises:
@@ -114,7 +115,7 @@ def bulk_ports(wanted: str, port: int) -> tuple[int, ...]:
 
 
 class GrpcListener:
-    """Bound ports, and the servers that will answer there.
+    """Bound ports, and the servers that will use them.
 
     Args:
         address: ``host:port``; port 0 takes a free one.
@@ -129,9 +130,9 @@ class GrpcListener:
 
     Attributes:
         port: the port for all calls.
-        bulk: listener for streams of weights; None if they have no port of their own.
+        bulk: listener for streams of weights; None if they have no separate port.
         count: counts ended calls.
-        loop: the event loop that answers control calls.
+        loop: the event loop that serves control calls.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class GrpcListener:
             raise
 
     def answer(self, behaviours: Behaviours) -> None:
-        """Begin to answer calls at the port for all calls."""
+        """Start serving calls at the port for all calls."""
 
         async def begin() -> None:
             self._server.add_generic_rpc_handlers((behaviours,))
@@ -183,7 +184,7 @@ class GrpcListener:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether to keep a log record of gRPC. Drops the tracebacks of statuses that could not be sent because the caller had disconnected."""
+    """Whether to log a record of gRPC. Drops the tracebacks of statuses that could not be sent because the caller had disconnected."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, grpc.aio.InternalError)
 
@@ -192,7 +193,7 @@ OTHER_PORTS = (
     "if another service runs there, use it, or start this one at other ports: "
     "weighbridge serve --grpc 127.0.0.1:50061 --http 127.0.0.1:8081 --store ..."
 )
-"""Fix for an address that cannot be bound."""
+"""The `fix` of the error for an address that cannot be bound."""
 
 
 async def _bound(
@@ -233,7 +234,7 @@ class GrpcServer:
         lane: the local lane, which `LocalLaneService` describes to clients on this machine.
         http: ``host:port`` of the HTTP server, for clients; empty without one.
         limits: limits of calls.
-        more: services of other packages: the contract's module, the service's name in it, and its handlers.
+        more: services of other packages, each with the contract's module, the service's name in it, and its handlers.
         heard: records engines that have reported to another replica.
     """
 
@@ -305,13 +306,13 @@ class GrpcServer:
         self._behaviours = methods.handling(self._methods)
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start serving."""
         self._listener.answer(self._behaviours)
         if self._listener.bulk is not None:
             self._listener.bulk.answer(self._methods, self._tickets, self._streams)
 
     def refuse(self) -> None:
-        """Report not serving to health checks, so that no new work arrives; calls are still answered."""
+        """Report ``NOT_SERVING`` to health checks, so that no new work arrives. The server still handles calls."""
         self._listener.loop.loop.call_soon_threadsafe(self._health.refuse)
 
     def stop(self, grace: float) -> None:

@@ -1,8 +1,8 @@
 """Watches: calls that wait for a ref to move, or for a version to reach a state. All watches of a model share one poller.
 
-A poller reads the model's head when this process has changed it, and periodically for changes by other replicas. It asks each question once,
-and wakes the waiting calls if the answer has changed. Answers from this process's memory do not wait for a read of the store, because ranks and
-engines wait for them.
+A poller reads the model's head when this process has changed it, and also periodically, to find changes by other replicas. It asks each question
+once, and wakes the waiting calls if the answer has changed. Answers from this process's memory do not wait for a read of the store, because
+ranks and engines wait for them.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.45
-"""Seconds between two polls while this process changes nothing: the maximum delay until another replica's change is noticed."""
+"""Seconds between two polls while this process does not change the model. A change by another replica is noticed within this time."""
 _ABSENT_SECONDS = 2.0
-"""The same for a model that is not registered. Longer, because callers may ask for any name, and each poll costs a request to the store."""
+"""Seconds between two polls for a model that is not registered. The interval is longer because callers may ask for any name, and each poll
+costs a request to the store."""
 _LEAST_SECONDS = 0.02
 """Minimum seconds between two polls."""
 _POLLERS = Peer("pollers")
-"""Peer under which polls take a thread, so that all pollers together have the share of one peer."""
+"""Peer under which polls request a thread, so that all pollers together get the share of one peer."""
 _PASSING = (*AWAY, ResourceExhausted)
-"""Transient errors of a poll, which answer no question."""
+"""Transient errors of a poll, which do not answer a question."""
 
 
 @dataclass(eq=False, slots=True)
 class _Asked:
-    """A question that calls wait for. For the loop's thread.
+    """A question whose answer calls wait for. Use it in the loop's thread only.
 
     Attributes:
         answer: the last answer; None before the first.
@@ -124,7 +125,7 @@ class _Asked:
 
 
 class _Poller:
-    """Polls the head of one model while calls ask about it. For the loop's thread."""
+    """Polls the head of one model while calls ask about it. Use it in the loop's thread only."""
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class _Poller:
         self.wake.set()
 
     async def run(self) -> None:
-        """Poll until no call asks."""
+        """Poll until no call asks a question."""
         while self.asked:
             self.wake.clear()
             self._looks += 1
@@ -199,12 +200,12 @@ class _Poller:
 
 
 class Watches:
-    """All watches of the service. For the loop's thread.
+    """All watches of the service. Use it in the loop's thread only.
 
     Args:
         catalog: answers the questions.
         threads: thread pool for polls.
-        look_seconds: seconds between two polls while this process changes nothing.
+        look_seconds: seconds between two polls while this process does not change the model.
     """
 
     def __init__(self, catalog: Catalog, threads: ThreadPool, look_seconds: float = LOOK_SECONDS) -> None:
@@ -229,9 +230,9 @@ class Watches:
         """Wait until a version, by number or ref, has reached a state, and return it.
 
         Raises:
-            NotFound: no such model or version.
-            VersionFailed: it failed instead.
-            DeadlineExceeded: not within ``seconds``.
+            NotFound: the model or version does not exist.
+            VersionFailed: the version failed instead.
+            DeadlineExceeded: the version did not reach the state within ``seconds``.
             Unavailable: the service is shutting down.
         """
         question = Question(version, invisible=True)
@@ -256,10 +257,10 @@ class Watches:
         Args:
             name: name of the model, which need not be registered yet.
             ref: name of the ref, which need not exist yet; `RECEIVING` for the newest version that this process receives.
-            after: number of the version that the caller has seen last; 0 if none.
+            after: number of the version that the caller saw last; 0 if none.
 
         Yields:
-            First None, if the first poll finds no other version than ``after``; then versions.
+            None first, if the first poll finds no version other than ``after``; then versions.
 
         Raises:
             NotFound: the model was deleted.
@@ -350,7 +351,7 @@ def _not_in_time(answer: Answer, state: VersionState) -> DeadlineExceeded:
 
 
 async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Merge several generators: yield their items with the index of the source. Ends or fails with the first source that does, and closes all."""
+    """Merge several generators: yield each item with the index of its source. Ends or fails as soon as one source does, and closes all of them."""
     if len(sources) == 1:
         async with aclosing(sources[0]) as source:
             async for item in source:

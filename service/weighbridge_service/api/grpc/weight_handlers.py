@@ -81,7 +81,7 @@ class BulkHandlers:
 
     Args:
         tickets: issues tickets.
-        port: the port for streams of weights; 0 if they have no port of their own.
+        port: the port for streams of weights; 0 if they have no separate port.
     """
 
     def __init__(self, tickets: Tickets, port: int) -> None:

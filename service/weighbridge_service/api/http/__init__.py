@@ -1,4 +1,4 @@
-"""HTTP face: status, exports, probes, and routes for Hugging Face's clients.
+"""HTTP server: status, exports, probes, and routes for Hugging Face's clients.
 
 May import: `api.lane`, `service`, and folders below.
 
@@ -16,11 +16,11 @@ May import: `api.lane`, `service`, and folders below.
 - `tracing`: traces of requests.
 - `ranges`: ranges of a file, and conditions on its content (RFC 9110).
 - `heads`: responses to HEAD.
-- `callers`: identity and permissions of a request's caller.
+- `callers`: the identity and permissions of a request's caller.
 - `connections`: limits of connections.
 - `guard`: refusal of requests from pages of other sites.
-- `threads`: threads of handlers that wait for the store.
-- `pages`: pages for people.
+- `threads`: threads for handlers that wait for the store.
+- `pages`: HTML pages.
 - `hub_routes`: routes for Hugging Face's clients.
 - `hub_documents`: a version as documents for these clients.
 - `hub_reading`: lookup and reads of versions for these clients.

@@ -1,7 +1,7 @@
-"""Application of the HTTP face: models, versions, refs, exports, health and metrics.
+"""Application of the HTTP server: models, versions, refs, exports, health and metrics.
 
-Handlers translate their request, call one method of the service or of its exports, and translate back. Every error is answered with a problem
-document (RFC 9457).
+Handlers convert their request, call one method of the service or of its exports, and convert the result. The response to every error is a
+problem document (RFC 9457).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from weighbridge_storage.threads import ThreadPool
 
 _DOCUMENTATION = "/docs"
 _VERIFYING = 8
-"""Versions that are verified at the same time."""
+"""Maximum number of versions that are verified at the same time."""
 VERBS = {each.name: each.verb for each in ENTRIES if each.http} | {
     "custom_swagger_ui_html": Verb.PROBE,
     "swagger_ui_redirect": Verb.PROBE,
@@ -109,7 +109,7 @@ VERBS = {each.name: each.verb for each in ENTRIES if each.http} | {
     "withdraw_ref_form": Verb.TAG,
     "start_export_form": Verb.MANAGE,
 }
-"""Verb of each route by the route's name: of the operations in the table, and of the routes that only HTTP has."""
+"""Verb of each route by the route's name, for the operations in the table and for the routes that only HTTP has."""
 ASKING = {
     "start_export": Verb.MANAGE,
     "get_export": Verb.LOOK,
@@ -210,7 +210,7 @@ def _models_router(service: Weighbridge) -> APIRouter:
 
     @router.get("/{namespace}/{name}/versions/{version}/signatures", tags=["signatures"])
     def list_signatures(namespace: Namespace, name: Name, version: VersionOrRef) -> SignaturesOut:
-        """The signatures of a durable version. Nothing is verified: the service knows no keys."""
+        """The signatures of a durable version. The service does not verify them, because it does not have the keys."""
         number, found = service.signatures.of_version(f"{namespace}/{name}", version)
         return SignaturesOut(number=number, signatures=[SignatureOut.of(each) for each in found])
 
@@ -225,7 +225,7 @@ def _models_router(service: Weighbridge) -> APIRouter:
     def get_signature(
         namespace: Namespace, name: Name, version: VersionOrRef, signature: SignatureId
     ) -> Response:
-        """One signature, as the file that `model_signing verify` takes."""
+        """One signature, as the file that `model_signing verify` reads."""
         found = service.signatures.get(f"{namespace}/{name}", version, signature)
         return Response(found.content, media_type=SIGNATURE_TYPE)
 
@@ -240,7 +240,7 @@ def _models_router(service: Weighbridge) -> APIRouter:
 
     @router.post("/{namespace}/{name}/collect", tags=["retention"], response_model=COLLECTION)
     def collect_versions(namespace: Namespace, name: Name, body: CollectIn) -> BaseModel:
-        """Delete the versions that need not be kept now, instead of waiting for the service's next collection."""
+        """Delete the versions that retention does not require now, instead of waiting for the service's next collection."""
         return COLLECTION.model_validate(
             service.collecting.collect(f"{namespace}/{name}", dry_run=body.dry_run)
         )
@@ -262,7 +262,7 @@ def _exports_router(exports: Exports) -> APIRouter:
 
     @router.post("", status_code=202)
     def start_export(body: ExportIn, request: Request, response: Response) -> ExportOut:
-        """Start to write a version as a Hugging Face folder on the service's machine.
+        """Start writing a version as a Hugging Face folder on the service's machine.
 
         The job runs in the background. `Location` is its URL; `/events` below that streams its progress.
         """
@@ -340,7 +340,7 @@ def _operation_id(route: APIRoute) -> str:
 def create_app(
     service: Weighbridge, exports: Exports, metrics: Metrics, health: Health, *, hub: HubSizes = DEFAULT_SIZES
 ) -> FastAPI:
-    """The HTTP face of a service.
+    """The HTTP server of a service.
 
     Args:
         service: the service.

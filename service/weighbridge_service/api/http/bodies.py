@@ -1,4 +1,4 @@
-"""Bodies of requests: limits of their size, and of the time in which they must arrive."""
+"""Limits on request bodies: their size, and the time in which they must arrive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _BODY_SECONDS = 30.0
 
 
 class BodyLimit:
-    """Middleware that refuses requests whose bodies are too large, by ``Content-Length`` or while they are received, or do not arrive in time.
+    """Middleware that refuses requests whose bodies are too large or do not arrive in time. It checks the size in ``Content-Length`` and while it
+    receives the body.
 
     Args:
         app: the wrapped application.

@@ -1,7 +1,7 @@
-"""Connections of the HTTP face: limits on their number, and timeouts for silent ones.
+"""Connections of the HTTP server: limits on their number, and timeouts for idle ones.
 
-uvicorn closes a connection after five idle seconds between two requests, but has no timeout for a request's headers. It notices a connection
-only after its TLS handshake, for which asyncio allows a minute. So connections are accepted here, and count as soon as they are accepted.
+uvicorn closes a connection that is idle for five seconds between two requests, but has no timeout for a request's headers. It notices a
+connection only after its TLS handshake, for which asyncio allows a minute. So this module accepts connections, and counts them at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Listener:
 
     Args:
         listening: the socket.
-        most: maximum number of connections. Further ones are closed at once; when only a fourth is left, so are those of hosts with many.
+        most: maximum number of connections. Further ones are closed at once. When only a fourth of them is left, new connections from hosts that
+            already have many are closed at once as well.
         seconds: timeout for a client's TLS handshake.
     """
 
@@ -95,7 +96,7 @@ class Listener:
 
 
 class _Once:
-    """A callback that runs only at its first call.
+    """A callback that runs only on the first call.
 
     Args:
         do: the callback.

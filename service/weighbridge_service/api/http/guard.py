@@ -1,9 +1,9 @@
-"""Guard of the HTTP face against requests that pages of other sites cause in a browser.
+"""Guard of the HTTP server against requests that a browser sends because of pages of other sites.
 
 Another site can make a browser inside the network send requests to the service: through a domain that its owner points at the service's address
-(DNS rebinding), or through a form on a page of another origin. The API uses no cookies that could tell such requests apart (only pages accept a
-cookie), so the guard checks headers: `Host` must be a name that no outsider can own, or one that the operator has named, and a request that
-changes something must not have an `Origin` of another site. Programs send no `Origin`.
+(DNS rebinding), or through a form on a page of another origin. Cookies cannot identify such requests, because the API does not use cookies (only
+pages accept one). So the guard checks headers: `Host` must be a name that an outsider cannot own, or one that the operator has configured, and a
+request that changes something must not have an `Origin` of another site. Programs do not send `Origin`.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def refusal(method: str, headers: Headers, names: HostNames) -> Refusal | None:
 
 
 def _name_of(host: str) -> str | None:
-    """The name in a `Host` header, without port; None if there is none."""
+    """The name in a `Host` header, without the port; None if the header has no name."""
     try:
         return urlsplit(f"//{host}").hostname
     except ValueError:
@@ -129,7 +129,7 @@ def _name_of(host: str) -> str | None:
 
 
 def _authority_of(origin: str) -> str:
-    """Host and port of an origin; empty if it has none."""
+    """Host and port of an origin; empty if the origin does not contain them."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -150,7 +150,7 @@ class Guard:
     Args:
         app: the wrapped application.
         names: allowed names of the service.
-        documentation: path of the API documentation, the only page that may run inline scripts.
+        documentation: path of the API documentation. It is the only page that may run inline scripts.
     """
 
     def __init__(self, app: ASGIApp, names: HostNames, documentation: str) -> None:

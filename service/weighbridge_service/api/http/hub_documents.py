@@ -1,6 +1,6 @@
 """Documents about a version for Hugging Face's clients: commit, ETags of files, listings.
 
-Everything here is pure. The documents have the members that huggingface_hub and transformers read, with the names that the Hugging Face Hub uses.
+All functions are pure. The documents have the members that huggingface_hub and transformers read, with the names that the Hugging Face Hub uses.
 
 A **commit** permanently identifies one version of one model. It has 40 hexadecimal digits: the first 30 are from a SHA-256 of the model's name,
 the number and the SHA-256 of the manifest; the last 10 are the number itself, so that the version of a commit is found without a list of commits.
@@ -8,7 +8,7 @@ the number and the SHA-256 of the manifest; the last 10 are the number itself, s
 An **ETag** identifies the content of a file, independently of the file's name and version: clients use it as the file's name in their cache, and
 compare it with other ETags. It is the SHA-256 of the content if the manifest has one (`serve --sha256`). Only then do the documents have the member
 `lfs`, because clients treat 64 hexadecimal digits as a SHA-256 and verify their downloads against it. Otherwise the ETag is
-``xxh3-{XXH3-128}-{size}``, from the manifest's digest, which no client mistakes for a SHA-256 or for git's SHA-1.
+``xxh3-{XXH3-128}-{size}``, from the manifest's digest. Clients cannot mistake it for a SHA-256 or for git's SHA-1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weighbridge_storage.versions.digests import digest_bytes
 from weighbridge_storage.versions.manifest import FileEntry, Manifest
 
 MAIN = "main"
-"""Default revision of clients: the tag of this name, or `latest` if there is no such tag."""
+"""Default revision of clients: the tag of this name, or `latest` if the tag does not exist."""
 HEAD = "HEAD"
 """Default revision of the Hub's JavaScript client: the same as `MAIN`, unless a tag has this name."""
 
@@ -59,19 +59,19 @@ class HubNotFound(NotFound):
 
 
 class RepoNotFound(HubNotFound):
-    """There is no such model."""
+    """The model does not exist."""
 
     code = "RepoNotFound"
 
 
 class RevisionNotFound(HubNotFound):
-    """The model has no such durable version."""
+    """The model does not have this durable version."""
 
     code = "RevisionNotFound"
 
 
 class EntryNotFound(HubNotFound):
-    """The version has no such file."""
+    """The version does not have this file."""
 
     code = "EntryNotFound"
 
@@ -95,8 +95,8 @@ class Asked:
         """Parse ``{prefix}{namespace}/{name}/{verb}/{revision}/{path}``.
 
         Args:
-            raw_path: the path as it was sent, in which a quoted slash within a revision differs from a separator.
-            prefix: the beginning of the path, which is skipped.
+            raw_path: the path as the client sent it. In it, an escaped slash in a revision differs from a separator.
+            prefix: the beginning of the path, which is not parsed.
         """
         parts = [unquote(part) for part in raw_path[len(prefix) :].split("/")]
         return Asked("/".join(parts[:2]), parts[3] if len(parts) > 3 else MAIN, "/".join(parts[4:]))
@@ -110,7 +110,7 @@ class HubVersion:
         model: the model.
         number: number of the version.
         commit: permanent identifier of the version.
-        created_ms: time at which it was opened, in milliseconds since 1970 UTC.
+        created_ms: time at which the version was opened, in milliseconds since 1970 UTC.
         files: all files of its folder, including the manifest, by name.
     """
 
@@ -167,19 +167,19 @@ def commit_of(model: ModelName, number: int, manifest_sha256: str) -> str:
 
 
 def is_commit(revision: str) -> bool:
-    """Whether a revision has the form of a commit. Then it is treated as one, even if a tag has the same name, as clients do."""
+    """Whether a revision has the form of a commit. If so, it is treated as a commit, even if a tag has the same name. Clients do the same."""
     return _COMMIT.fullmatch(revision) is not None
 
 
 def etag_of(file: FileEntry) -> str:
-    """The ETag of a file's content, without quotes: its SHA-256 if known, and otherwise a text that cannot be mistaken for one."""
+    """The ETag of a file's content, without quotes: its SHA-256 if known, and otherwise a string that cannot be mistaken for one."""
     return file.sha256 or f"xxh3-{file.xxh3_128}-{file.size}"
 
 
 def number_of(model: ModelName, history: History, revision: str) -> int:
     """The number of the durable version that a revision names. The caller must check that a commit belongs to that version.
 
-    Numbers and commits also find versions that were removed from the history but still exist, because clients request file after file.
+    Numbers and commits also find versions that were removed from the history but still exist, because clients request the files one by one.
 
     Args:
         model: name of the model, for the error.
@@ -187,7 +187,7 @@ def number_of(model: ModelName, history: History, revision: str) -> int:
         revision: a number, a ref (not `live`, which may name a version that is not durable), a commit, `MAIN`, or `HEAD`.
 
     Raises:
-        RevisionNotFound: the revision names no durable version.
+        RevisionNotFound: the revision does not name a durable version.
     """
     number: int | None
     if is_commit(revision):
@@ -204,7 +204,7 @@ def number_of(model: ModelName, history: History, revision: str) -> int:
 
 
 def no_revision(model: ModelName, head: Head, revision: str) -> RevisionNotFound:
-    """The error for a revision that names no durable version."""
+    """The error for a revision that does not name a durable version."""
     return RevisionNotFound(
         f"{model} has no durable version {shown(revision)}",
         fix=f"refs it has: {', '.join(sorted(head.refs)) or 'none yet'}; or name a version by number or commit",
@@ -332,7 +332,7 @@ def whoami(name: str) -> dict[str, Any]:
     """Document for `HfApi.whoami`.
 
     Args:
-        name: name of the caller; ``anonymous`` if the service is open to everybody.
+        name: name of the caller; ``anonymous`` if the service has no access control.
     """
     return {
         "type": "user",

@@ -28,13 +28,13 @@ from weighbridge_storage.versions.manifest import Manifest
 from weighbridge_storage.versions.reading import read_manifest_text
 
 URL_SECONDS = 3600
-"""Seconds for which a presigned URL of a file in the store is valid. A download must begin in this time, and may continue afterwards."""
+"""A presigned URL of a file in the store is valid for this many seconds. A download must begin in this time, and may continue afterwards."""
 _KEPT_FILES = 100_000
-"""Files of cached versions at most, over all models; about 300 bytes each."""
+"""Maximum number of files of cached versions, over all models. Each takes about 300 bytes."""
 
 _KEPT_CHECKS = 10_000
 _REFUSED_SECONDS = 60.0
-"""Seconds for which a file whose bytes do not match its digest is refused; afterwards it is read and verified again."""
+"""If the bytes of a file do not match its digest, the file is refused for this many seconds. Then it is read and verified again."""
 
 
 class Hub:
@@ -55,8 +55,8 @@ class Hub:
         """The version of a revision.
 
         Raises:
-            RepoNotFound: there is no such model.
-            RevisionNotFound: the model has no such durable version.
+            RepoNotFound: the model does not exist.
+            RevisionNotFound: the model does not have this durable version.
         """
         asked_ms = self._readers.clock()
         model, history = self._model(name)
@@ -102,7 +102,7 @@ class Hub:
         resume interrupted downloads.
         """
         key, begin = (version.commit, path), partial(self._begin_checks, version, path)
-        # concurrent readers of parts of a file share one verification, because none of them reads all bytes
+        # concurrent readers of parts of a file share one verification, because no single reader reads all bytes
         found = self._checks.get_or_make(key, begin)
         if found.damaged and time.monotonic() - found.damaged_at > _REFUSED_SECONDS:
             found = self._checks.put_instead(key, found, begin())
@@ -117,7 +117,7 @@ class Hub:
 
     def begin(self, version: HubVersion) -> Hold:
         """Register a reader of a file, until the hold is released."""
-        # `visit`, when the version was looked up, has recorded since when it has been read
+        # the lookup of the version called `visit`, which recorded when reading began
         return self._readers.begin(version.model, version.number, self._readers.clock())
 
     def url(self, version: HubVersion, path: str) -> str | None:
@@ -143,7 +143,7 @@ class Hub:
         if entry is None:
             raise no_revision(model, history.head, str(number))
         with self._unless_deleted(model, number):
-            # a model that was deleted and registered again may reuse the number, so the key has the write id
+            # a model that was deleted and registered again may reuse the number, so the key contains the write id
             return self._versions.get_or_make((model, number, entry.write_id), read)
 
     @contextmanager

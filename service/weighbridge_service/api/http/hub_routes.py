@@ -45,7 +45,7 @@ _API = "/api/models/"
 _LARGEST_PAGE = 1000
 _MOST_PATHS = 10_000
 _THREADS = 40
-"""Requests that may wait for the store at the same time."""
+"""Maximum number of requests that may wait for the store at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ class HubSizes:
     """Sizes for these routes.
 
     Attributes:
-        tree_page: files of a page, unless the client requests a number.
-        read: maximum bytes of a piece, which is read from the store at once. A download holds two pieces: one that is sent, and the next one, which
-            is read meanwhile.
+        tree_page: number of files on a page, unless the client requests another number.
+        read: maximum bytes of a piece, which is read from the store in one request. A download holds two pieces: the one that is being sent, and the
+                next one, which is read meanwhile.
         room: maximum bytes of all pieces. With many concurrent downloads, pieces are smaller.
-        send: bytes that are sent between two checks whether the caller's credentials are still valid.
-        redirect: minimum bytes of a file for a redirect to the store, which costs the client one more request.
+        send: bytes that are sent between two checks of the caller's credentials.
+        redirect: minimum size, in bytes, of a file whose download is redirected to the store. The redirect costs the client one more request.
     """
 
     tree_page: int = _LARGEST_PAGE
@@ -120,7 +120,7 @@ def hub_router(
     def paths_info(
         asked: Annotated[Asked, Depends(_asked_of_api)], wanted: Annotated[_Paths, Depends(_paths)]
     ) -> Response:
-        """The files and folders among the requested paths that a version has."""
+        """The requested paths that exist in a version, as files and folders."""
         version = hub.version(asked.model, asked.revision)
         return _json(documents.paths_info(version, wanted.paths, expand=wanted.expand), version)
 
@@ -162,7 +162,7 @@ def hub_router(
         wanted = byte_range(
             request.headers.get("range") if condition in (None, headers["ETag"]) else None, size
         )
-        # the store has other ETags, so conditional requests are not redirected
+        # the store uses other ETags, so conditional requests are not redirected
         if redirect and size >= sizes.redirect and not _CONDITIONS & set(request.headers.keys()):
             elsewhere = _elsewhere(request, hub.url(version, asked.path))
             if elsewhere is not None:
@@ -176,7 +176,7 @@ def hub_router(
             streaming = stack.enter_context(quotas.streaming(peer_of(request).identity))
             stack.enter_context(hub.begin(version))
             reader = stack.enter_context(room.reader())
-            # read the first piece before the response starts, so that an unreadable file is a problem document, not a broken stream
+            # read the first piece before the response starts, so that an unreadable file leads to a problem document instead of a broken stream
             first = read(wanted.start, reader.take(wanted.end - wanted.start))
             pieces = _stream(
                 threaded(read),
@@ -205,7 +205,7 @@ def hub_router(
 
 
 async def on_hub_error(_: Request, error: Exception) -> Response:
-    """A problem document, with the headers from which Hugging Face's clients read the error."""
+    """A problem document, with the headers in which Hugging Face's clients look for the error."""
     if isinstance(error, RangeNotSatisfiable):
         headers = {"Content-Range": f"bytes */{error.size}"}
     elif isinstance(error, ContentChanged):
@@ -307,8 +307,8 @@ def _file_headers(version: HubVersion, path: str) -> dict[str, str]:
 
 
 def _to_commit(request: Request, version: HubVersion, headers: dict[str, str]) -> Response:
-    """Redirect to the same file by the version's commit. ``Location`` has no scheme and host, because older clients follow only such redirects of a
-    HEAD."""
+    """Redirect to the same file by the version's commit. ``Location`` contains neither scheme nor host, because older clients follow only such
+    redirects of a HEAD."""
     parts = _raw_path(request).split("/")
     parts[4] = version.commit
     query = request.scope["query_string"].decode("latin-1")
@@ -332,12 +332,12 @@ def _not_modified(headers: dict[str, str]) -> Response:
 
 
 def _elsewhere(request: Request, url: str | None) -> str | None:
-    """``url``, if its host is not the service's, because clients do not follow a redirect to the same host; None otherwise."""
+    """``url`` if its host is not the service's, else None: clients do not follow a redirect to the same host."""
     return url if url is not None and urlsplit(url).netloc != request.url.netloc else None
 
 
 def _redirect_headers(headers: dict[str, str]) -> dict[str, str]:
-    """Headers of a redirect, with size and ETag of the file that it leads to."""
+    """Headers of a redirect, with the size and ETag of the target file."""
     return {
         "X-Repo-Commit": headers["X-Repo-Commit"],
         "X-Linked-ETag": headers["ETag"],
@@ -370,9 +370,9 @@ async def _stream(
     delay: Callable[[int], float],
     standing: Standing,
 ) -> AsyncIterator[memoryview]:
-    """Yield the bytes from ``start`` up to ``end``. ``piece`` has the first bytes; each further piece is read while the previous one is sent.
+    """Yield the bytes from ``start`` up to ``end``. ``piece`` contains the first bytes; each further piece is read while the previous one is sent.
 
-    ``delay`` counts the bytes of each part and returns the seconds to wait before it is sent. If the caller's credentials become invalid, the
+    ``delay`` counts the bytes of each part and returns how many seconds to wait before it is sent. If the caller's credentials become invalid, the
     stream ends before ``end``, which closes the connection.
     """
     while piece:

@@ -27,16 +27,16 @@ _STATUSES = {CheckStatus.OK: 0, CheckStatus.WARN: 1, CheckStatus.FAIL: 2}
 
 
 class Metrics(Collector):
-    """Metrics of a service: those that are read at each scrape, and the instruments of its parts.
+    """Metrics of a service: values that are read at each scrape, and the instruments of its components.
 
     Args:
         service: the service.
         lane: its local lane.
-        calls: instruments of its gRPC face.
+        calls: instruments of its gRPC server.
         health: its checks.
 
     Attributes:
-        requests: instruments of its HTTP face.
+        requests: instruments of its HTTP server.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Endpoints for operators and orchestrators: probes, checks, memory, usage, metrics.
 
-Probes are answered on the event loop from memory, so that neither a hanging store nor busy threads delay them.
+The event loop answers probes from memory, so that neither a hanging store nor busy threads delay them.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
 
     @router.get("/livez")
     async def liveness() -> StatusOut:
-        """Whether the process answers. It succeeds even while the store is unavailable, because a restart would not help."""
+        """Whether the process responds. It succeeds even while the store is unavailable, because a restart would not help."""
         return StatusOut(status="ok")
 
     def findings_for(request: Request) -> list[Check]:
-        """Last findings of the checks. For callers who may not observe, without details, which name models and stores."""
+        """Last findings of the checks. Callers who may not observe do not see the details, because these name models and stores."""
         findings = health.findings()
         if peer_of(request).identity.may(Verb.OBSERVE):
             return findings
@@ -56,7 +56,8 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
 
     @router.get("/readyz")
     async def readiness(request: Request) -> ReadinessOut:
-        """Whether new work should be sent here: no check has failed. Lists the last findings of the checks, with details for callers who may observe."""
+        """Whether new work should be sent here. It should if no check has failed. Lists the last findings of the checks, with details for callers who
+        may observe."""
         findings = findings_for(request)
         health.check_ready(findings)
         return ReadinessOut.model_validate({"status": "ready", "checks": findings})
@@ -78,7 +79,7 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
     @router.get("/v1/checks")
     @in_threads(ThreadPool("http-checks", 1))  # the checks write to the store
     def list_checks() -> ChecksOut:
-        """Findings of `weighbridge doctor`: the checks of `/readyz`, memory, disk, and the needs of a push of each model."""
+        """Findings of `weighbridge doctor`: the checks of `/readyz`, memory, disk, and the resources that a push of each model requires."""
         return ChecksOut.model_validate({"checks": [*health.findings(), *examiner.checks()]})
 
     @router.get(
@@ -91,7 +92,7 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
             }
         },
     )
-    # one scrape at a time, in a thread of its own, because all other threads may be waiting for the store
+    # one scrape at a time, in a separate thread, because all other threads may be waiting for the store
     @in_threads(ThreadPool("http-metrics", 1))
     def read_metrics() -> Response:
         """Metrics of the service for Prometheus."""

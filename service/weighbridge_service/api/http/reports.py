@@ -22,7 +22,7 @@ class LimitOut(Out):
 
 
 class SpaceOut(Out):
-    """Room for images in memory, or on disk."""
+    """Capacity for images in memory, or on disk."""
 
     budget: int = Field(description="Most bytes; 2**62 stands for no such bound, 0 for none at all.")
     in_use: int = Field(description="Bytes of images in use.")

@@ -1,4 +1,4 @@
-"""Local lane: shared memory for processes of the same machine, granted over a Unix socket.
+"""Local lane: shared memory for processes on the same machine, granted over a Unix socket.
 
 May import: `service`, and folders below.
 

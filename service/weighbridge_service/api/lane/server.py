@@ -192,7 +192,7 @@ class LaneServer:
 
 @dataclass(frozen=True, slots=True)
 class _RoomOf:
-    """A user's share of the room for incomplete messages; see `weighbridge._lane.protocol.Room`."""
+    """A user's share of the capacity for incomplete messages; see `weighbridge._lane.protocol.Room`."""
 
     quota: HostQuota
     user: str

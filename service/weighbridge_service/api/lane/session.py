@@ -53,7 +53,7 @@ class LaneSession:
         service: the service that grants its memory.
         connection: the client's connection, which the session closes in the end.
         service_id: identifies this process of the service.
-        room: room for long incoming messages.
+        room: capacity for long incoming messages.
         user: user id of the client's process.
         check_writer: raises FailedPrecondition if the client may not get memory for writing.
         put_off: counts a refusal, and returns the seconds by which to delay it.

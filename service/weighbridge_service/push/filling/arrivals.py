@@ -81,7 +81,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class ArrivingVersion:
-    """Version that is being received, for a process of this machine that reads the tensors that have arrived.
+    """Version that is being received, for a process on this machine that reads the tensors that have arrived.
 
     Attributes:
         model: its registration, with the tensors of this version.

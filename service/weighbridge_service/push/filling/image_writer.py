@@ -146,7 +146,7 @@ class ImageWriter:
             DataLoss: the piece does not agree with its checksum; send it again.
             InvalidArgument: it lies outside of the stream.
             FailedPrecondition: the rank or the version is sealed, or the piece belongs to another replica.
-            WeighbridgeError: the version has failed; its error.
+            WeighbridgeError: the version has failed; raises the error that ended it.
         """
         self._take(rank, offset, data, checksum, own=True)
 
@@ -157,7 +157,7 @@ class ImageWriter:
             DataLoss, InvalidArgument: as `write`.
             FailedPrecondition: the replicas have not agreed on the same plan, the piece belongs to another replica, or the rank has
                 declared at this one.
-            WeighbridgeError: the version has failed; its error.
+            WeighbridgeError: the version has failed; raises the error that ended it.
         """
         # only the sender gets these errors: a wrong call of one process must not end the version
         self._agreed.check_claim(claim)
@@ -303,7 +303,7 @@ class ImageWriter:
 
         Raises:
             FailedPrecondition: all bytes have arrived, or bytes that had arrived may be written again.
-            WeighbridgeError: the version has failed; its error.
+            WeighbridgeError: the version has failed; raises the error that ended it.
         """
         made = self._arrivals or Arrivals(self._agreed.prepared.transfer, map(str, self._lengths))
         with self._lock:
@@ -341,7 +341,7 @@ class ImageWriter:
         Raises:
             FailedPrecondition: all of the stream has arrived, files are filled already and must not change, or none of the rank's bytes
                 belongs to this replica alone.
-            WeighbridgeError: the version has failed; its error.
+            WeighbridgeError: the version has failed; raises the error that ended it.
         """
         with self._lock:
             if self._closed is not None:
@@ -381,7 +381,7 @@ class ImageWriter:
             Number of bytes that the process has written; 0 if not complete.
 
         Raises:
-            WeighbridgeError: the version has failed; its error.
+            WeighbridgeError: the version has failed; raises the error that ended it.
         """
         rank, granted = grant.rank, grant.prepared.grantable[grant.rank]
         try:
@@ -418,7 +418,7 @@ class ImageWriter:
 
     @property
     def progress(self) -> tuple[int, float]:
-        """Number of received bytes, and the time of the last sign of life of a rank, in seconds of the monotonic clock."""
+        """Number of received bytes, and the time of the last activity of a rank, in seconds of the monotonic clock."""
         with self._lock:
             return self._received_bytes, self._heard_at
 

@@ -68,7 +68,7 @@ def answer_declare(state: PushState, rank: int, client_id: str, digest: str) -> 
     Raises:
         AlreadyExists: another process has declared this rank.
         FailedPrecondition: the rank has declared another layout, or the version is sealed.
-        WeighbridgeError: the version has failed; its error.
+        WeighbridgeError: the version has failed; raises the error that ended it.
     """
     check_incomplete(state)
     state.declarations.check_rank(rank)
@@ -77,7 +77,7 @@ def answer_declare(state: PushState, rank: int, client_id: str, digest: str) -> 
 
 
 def answer_whole(state: PushState, rank: int, client_id: str) -> bool | None:
-    """True once a rank's stream is in place, so that the rank can be sealed. Raises as `answer_seal`."""
+    """True once a rank's stream is in place, so that the rank can be sealed. Raises the same errors as `answer_seal`."""
     check_not_failed(state)
     state.declarations.check_rank(rank)
     if state.phase not in INCOMPLETE:
@@ -90,7 +90,7 @@ def answer_seal(state: PushState, rank: int) -> bool | None:
     """True once a rank is sealed. If no other replica receives the version, the rank that completes it waits until it is ready.
 
     Raises:
-        WeighbridgeError: the version has failed; its error.
+        WeighbridgeError: the version has failed; raises the error that ended it.
     """
     check_not_failed(state)
     if state.phase not in INCOMPLETE:

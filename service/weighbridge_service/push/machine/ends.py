@@ -202,7 +202,7 @@ def head_said(state: PushState, said: on.HeadSaid, now: Moment) -> Transition:
 
 
 def timed_out(state: PushState, missing: tuple[str, ...], now: Moment) -> Transition:
-    """Give the version up if no rank gave a sign of life within the receive timeout."""
+    """Give the version up if no rank was active within the receive timeout."""
     until = state.given_up_at
     if until is None or now.seconds < until:
         return state, ()

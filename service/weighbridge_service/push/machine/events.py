@@ -257,7 +257,7 @@ class Published(Event):
 
 @dataclass(frozen=True, slots=True)
 class TimedOut(Event):
-    """The receive timeout has passed without a sign of life of any rank.
+    """The receive timeout has passed without activity of any rank.
 
     Attributes:
         missing: ranks and shards that have not arrived, one line each.

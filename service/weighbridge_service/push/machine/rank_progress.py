@@ -31,8 +31,8 @@ class PushProgress:
 
     Attributes:
         ranks: progress of each of its ranks.
-        heard_ms: time of the last sign of life of a rank; 0 if the push waits for none.
-        given_up_ms: when the push is given up unless a rank gives a sign of life first; 0 if it waits for none.
+        heard_ms: time of the last activity of a rank; 0 if the push waits for none.
+        given_up_ms: when the push is given up unless a rank is active first; 0 if it waits for none.
         ended_ms: when the push ended, with whatever outcome; 0 if it has not.
     """
 

@@ -27,7 +27,7 @@ class Limits:
     """Timeouts and options of a push.
 
     Attributes:
-        receive_timeout: seconds without a sign of life of any rank after which the push is given up.
+        receive_timeout: seconds without activity of any rank after which the push is given up.
         opening_wait: seconds that a call waits for its turn to open a version.
         image_wait: seconds that the push waits for an image.
         unmap_wait: seconds within which processes have to unmap memory on request while a rank waits; it takes them milliseconds.
@@ -72,7 +72,7 @@ class PushState:
         limits: timeouts and options.
         declarations: declarations of its ranks, and the agreement.
         phase: the phase.
-        heard_at: time of the last sign of life of a rank.
+        heard_at: time of the last activity of a rank.
         renew_at: when to renew the lease in head.json.
         image_by: when the push stops waiting for an image.
         share: this replica's part, once there is an agreement.
@@ -294,7 +294,7 @@ class PushState:
 
     @property
     def given_up_at(self) -> float | None:
-        """When the push is given up unless a rank gives a sign of life first; None if it waits for none."""
+        """When the push is given up unless a rank is active first; None if it waits for none."""
         return self.heard_at + self.limits.receive_timeout if self.phase in BEFORE_SEALED else None
 
     @property

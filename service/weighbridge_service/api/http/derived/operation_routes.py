@@ -26,7 +26,7 @@ class OperationRoute:
         body: its implementation.
 
     Attributes:
-        answer: schema of the response; None if it has no body.
+        answer: schema of the response; None if the response has no body.
     """
 
     def __init__(self, operation: Operation[Any], body: Callable[..., Any]) -> None:

@@ -1,6 +1,6 @@
 """Schemas of dataclasses, for responses and for requests.
 
-The description of each field is the docstring at the field.
+The description of each field is the field's docstring.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weighbridge._core.json_values import names_of
 from weighbridge._core.metadata import Metadata
 
 _LARGEST = 2**53
-"""The largest integer up to which JavaScript represents all integers exactly."""
+"""JavaScript represents all integers up to this one exactly."""
 EXAMPLES: dict[str, Any] = {
     "model": "acme/smol",
     "number": 17,
@@ -52,7 +52,7 @@ class In(BaseModel):
 
 
 def _whole(value: object) -> object:
-    """A float without a fraction as an integer, because JSON Schema counts it as one."""
+    """Convert a float without a fraction to an integer, because JSON Schema treats it as one."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -63,7 +63,7 @@ _TAKEN: dict[Any, Any] = {bool: StrictBool, int: Whole}
 
 @functools.cache
 def texts_of(kind: Any) -> dict[str, str]:
-    """The docstring at each field of a dataclass, by the field's name."""
+    """The docstring of each field of a dataclass, by the field's name."""
     found, name = dict[str, str](), ""
     for base in kind.__bases__:
         found |= texts_of(base) if hasattr(base, "__dataclass_fields__") else {}
@@ -97,7 +97,7 @@ def answer_of(kind: Any, *without: str) -> type[BaseModel]:
 
 @functools.cache
 def list_of(kind: Any, name: str, order: str) -> type[BaseModel]:
-    """The response schema of a list, or a page of it: the items are in the member ``name``; ``order`` describes their order."""
+    """The response schema of a list, or of a page of it. The member ``name`` contains the items; ``order`` describes their order."""
     text = f"{name.capitalize()}, {order}."
     members: dict[str, Any] = {name: (list[answer_of(kind)], Field(description=text))}  # type: ignore[misc]
     return create_model(f"{name.capitalize()}Out", __base__=Out, __doc__=text, **members)
@@ -105,7 +105,7 @@ def list_of(kind: Any, name: str, order: str) -> type[BaseModel]:
 
 @functools.cache
 def body_of(kind: Any) -> type[BaseModel]:
-    """The request schema of a dataclass, named after the class with the suffix ``In``. Omitted members have their defaults."""
+    """The request schema of a dataclass, named after the class with the suffix ``In``. Omitted members get their default values."""
     hints, texts = typing.get_type_hints(kind), texts_of(kind)
     members: dict[str, Any] = {
         each.name: (

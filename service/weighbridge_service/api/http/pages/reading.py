@@ -92,7 +92,7 @@ class Reader:
         """A model, with its newest versions below number ``before`` (0: the newest of all), and the adapters that ``sees`` allows.
 
         Raises:
-            NotFound: there is no such model.
+            NotFound: the model does not exist.
             WeighbridgeError: the store cannot be read.
         """
         service, model = self._service, ModelName.parse(name)
@@ -122,7 +122,7 @@ class Reader:
         """A version, by number or ref.
 
         Raises:
-            NotFound: there is no such version.
+            NotFound: the version does not exist.
             WeighbridgeError: the store cannot be read.
         """
         service, model = self._service, ModelName.parse(name)
@@ -140,7 +140,7 @@ class Reader:
         """A version, by number or ref, as one side of a comparison. Its weights are not read.
 
         Raises:
-            NotFound: there is no such version.
+            NotFound: the version does not exist.
             WeighbridgeError: the store cannot be read.
         """
         version = self._service.catalog.get_version(name, number)
