@@ -1,4 +1,4 @@
-"""Core of the service: the catalog, pushes and pulls. The faces (`api`) only translate to it."""
+"""Core of the service: the catalog, pushes and pulls. The servers in `api` only convert requests to its calls."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Core:
         peer_files: files of these versions, read from other replicas.
         directory: directory of other replicas.
         links: connections to other replicas.
-        taking_over: owner of versions that leaving replicas hand over.
+        taking_over: receiver of versions that leaving replicas hand over.
         takeovers: reads these versions from the leaving replicas' images.
         key: secret that all replicas over the store share.
         access: identifies callers.

@@ -1,4 +1,4 @@
-"""Process of the service: starts all faces over one store, and drains them at the end."""
+"""Process of the service: starts all servers over one store, and drains them at the end."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 SMALLEST_BYTES = 128 << 10
 _SHARES = 16
-"""A piece takes at most one part in so many of the capacity that is left: 24 readers get pieces of full size, and hundreds still leave some capacity."""
+"""A piece takes at most one part in this many of the free capacity: 24 readers get pieces of full size, and hundreds still leave some free."""
 
 
 class PieceRoom:

@@ -12,7 +12,7 @@ from weighbridge.errors import ResourceExhausted
 K = TypeVar("K")
 
 _RESERVED = 4
-"""One part in so many of the total, a fourth, is reserved for holders with small shares."""
+"""One part in this many of the total, a fourth, is reserved for holders with small shares."""
 RETRY_SECONDS = 1.0
 """Seconds after which a refused caller should retry."""
 

@@ -17,7 +17,7 @@ from weighbridge_service.admission.quotas import may_have
 from weighbridge_storage.memory.file_bytes import Place
 
 _FOR_READERS = 2
-"""One part in so many of the budget of images, half of it, may be kept by all readers together."""
+"""All readers together may keep one part in this many, a half, of the budget of images."""
 
 
 @dataclass(eq=False, slots=True)

@@ -6,7 +6,7 @@ May import: `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`.
 - `bases`: versions of models that adapters are based on.
 - `known_models`: registrations that this process remembers.
 - `questions`: conditions that callers wait for, and their current answers.
-- `snapshots`: versions that this process knows beyond the store.
+- `snapshots`: states of versions that only this process knows, not the store.
 - `head_versions`: versions and refs from a head; pure.
 - `holding`: reasons to hold a version before it is in history; pure.
 - `gate`: held versions, protected refs, and approvals of both.

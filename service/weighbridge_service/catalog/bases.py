@@ -33,7 +33,7 @@ from weighbridge_storage.versions.manifest import FORMAT
 log = logging.getLogger(__name__)
 
 DEFAULT_ADAPTERS = 1000
-"""Most pins of one identity in the head of one base, unless the policy sets another number."""
+"""Maximum number of pins of one identity in the head of one base, unless the policy sets another number."""
 _KEPT_DIGESTS = 256
 _DIGEST_END = 66
 """Number of last bytes of a manifest that contain its digest; they begin with it."""

@@ -79,13 +79,13 @@ V = TypeVar("V", bound=JsonValue)
 AWAY = (Unavailable, DeadlineExceeded)
 """Errors of a store that cannot be reached. Versions in memory can be read nevertheless."""
 MOST_LOOKED_AT = 10_000
-"""Most versions whose metadata one listing compares: more would keep a control call busy for seconds."""
+"""Maximum number of versions whose metadata one listing compares. More would occupy a control call for seconds."""
 _PAGE = 1000
 """Number of versions that a filtered listing reads at a time."""
 _LATELY = 16
 """Number of newest versions that are searched for a held one, to explain why a ref names none."""
 _MOST_ALIKE = 1000
-"""Most models that are searched for a name similar to one that does not exist."""
+"""Maximum number of models that are searched for a name similar to one that does not exist."""
 
 
 class Catalog:

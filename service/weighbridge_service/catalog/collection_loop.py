@@ -26,7 +26,7 @@ from weighbridge_storage.head.pins import sees_all
 log = logging.getLogger(__name__)
 
 _LOOKED_AT = 100
-"""Most pins of a base that one collection checks: each check reads the head of an adapter."""
+"""Maximum number of pins of a base that one collection checks. Each check reads the head of an adapter."""
 
 
 class Collecting:

@@ -1,4 +1,4 @@
-"""Signatures of durable versions, returned as stored, and accepted if they sign the version's manifest. The service has no keys."""
+"""Signatures of durable versions. The service returns them as stored, and accepts one if it signs the version's manifest. It has no keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts that the ranks of one version have declared. They are kept until the plan is made, even if the model forgets them before."""
+"""Layouts that the ranks of one version have declared. They are kept until the plan is made, even if the model forgets them earlier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DeclaredLayouts:
         self._held: dict[str, DeclaredLayout] = {}
 
     def knows(self, digest: str) -> bool:
-        """Whether a layout was declared; if so, it is kept from now on."""
+        """Whether a layout was declared. If so, this object keeps it from now on."""
         found = self._held.get(digest) or self._model.declared_layout(digest)
         if found is None:
             return False
@@ -30,7 +30,7 @@ class DeclaredLayouts:
         return True
 
     def add(self, space: TensorSpace, layout: Layout) -> None:
-        """Take a declared layout. Raises the same errors as `RegisteredModel.add_layout`."""
+        """Add a declared layout. Raises the same errors as `RegisteredModel.add_layout`."""
         self._model.add_layout(space, layout)
         self._held[layout.digest] = (space, layout)
 

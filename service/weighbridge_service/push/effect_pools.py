@@ -17,7 +17,7 @@ from weighbridge_storage.threads import ThreadPool
 log = logging.getLogger(__name__)
 
 IMAGES = 8
-"""Number of images allocated at the same time: fresh memory takes seconds."""
+"""Number of images allocated at the same time. Allocating new memory takes seconds."""
 
 _MOST = {
     Pool.PLAN: 2,
@@ -63,7 +63,7 @@ class EffectPools:
 
 
 def _log_failure(done: Future[None]) -> None:
-    """Log the error of an effect, which no caller waits for."""
+    """Log the error of an effect, because no caller waits for the effect."""
     error = None if done.cancelled() else done.exception()
     if error is not None and not isinstance(error, Unavailable):  # Unavailable: the service stops
         log.error("an effect of a push failed", exc_info=error)

@@ -46,13 +46,13 @@ class Surroundings(Protocol):
         """Mark older versions of the model as superseded: this one is visible."""
 
     def want_memory(self, session: Any) -> None:
-        """Ask older versions of the model for their memory: this one waits for an image."""
+        """Ask older versions of the model to release their memory: this one waits for an image."""
 
     def notify(self, session: Any) -> None:
         """Report the progress of this replica to the other replicas."""
 
     def forget(self, session: Any) -> None:
-        """Drop the version from what this process lists: other replicas receive it."""
+        """Remove the version from this process's lists, because other replicas receive it."""
 
 
 class Owner(Protocol):
@@ -89,17 +89,17 @@ class Facilities:
 
 
 class EffectRunner:
-    """Resources that a push holds outside of its state. The session calls `run` for one effect of a kind at a time.
+    """Resources that a push holds outside of its state. The session runs at most one effect of each kind at a time.
 
     Args:
-        publisher: of the version.
-        exchange: with other replicas.
+        publisher: publisher of the version.
+        exchange: message exchange with other replicas.
         facilities: resources shared with other pushes.
         image: holds the bytes of a version that this replica has taken over from another one.
 
     Attributes:
-        model: the registration under which the version was opened. If each version has its own tensors, it has those that the ranks have
-            declared, once the plan is made.
+        model: the registration under which the version was opened. If each version has its own tensors, it contains the tensors that the ranks
+                have declared, once the plan is made.
         layouts: layouts that its ranks have declared.
         writer: the data plane; None before there is an image.
         image: memory in which the version's files are assembled; None before it is granted and after its release.
@@ -140,7 +140,8 @@ class EffectRunner:
         self._handed_in.setdefault(replica, written)
 
     def run(self, effect: do.Effect, state: PushState, owner: Owner) -> on.Event | None:
-        """Carry an effect out. Returns the event that answers it, `EffectFailed` on errors; None if no event or a later one answers it."""
+        """Carry an effect out. Returns the event that answers it, or `EffectFailed` on errors. Returns None if no event answers the effect, or if a
+        later event does."""
         try:
             return self.carry_out(effect, state, owner)
         except WeighbridgeError as error:
@@ -153,7 +154,7 @@ class EffectRunner:
         return on.EffectFailed(effect, failure) if isinstance(effect, do.Awaited) else None
 
     def carry_out(self, effect: do.Effect, state: PushState, owner: Owner) -> on.Event | None:
-        """As `run`, but raises errors."""
+        """Like `run`, but raises errors."""
         match effect:
             case do.MakePlan():
                 declared = state.declarations.declared
@@ -312,7 +313,7 @@ class EffectRunner:
         return on.Uploaded(file) if is_there else on.PerhapsUnchanged(file)
 
     def _missing(self, state: PushState) -> list[str]:
-        """Ranks and shards that have not arrived, one line each; shards come last, as they are many."""
+        """Ranks and shards that have not arrived, one line each. Shards come last, because there are many of them."""
         share, lines = state.share, [(state.declarations.absent, "not declared")]
         if share is not None:
             lines.append((sorted(share.ranks - state.sealed), "not sealed"))

@@ -1,7 +1,7 @@
-"""Record of an ended push: a small value, from which the ranks that pushed the version learn its outcome.
+"""Record of an ended push: a small value that tells the ranks that pushed the version its outcome.
 
-A session holds its model, its plan and the data plane. None of these is needed once the push has ended and its image is released, and a
-process that receives versions of many models would keep one of each for every push.
+A session holds its model, its plan and the data plane. None of these is needed once the push has ended and its image is released. Without this
+record, a process that receives versions of many models would keep all of them for every push.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NO_PLAN = PreparedPush({}, {}, Transfer(Plan(_EMPTY, _EMPTY, (), ()), scatter=T
 
 @dataclass(frozen=True, slots=True)
 class EndedPush:
-    """A push that has ended and holds no memory any more.
+    """A push that has ended and no longer holds memory.
 
     Attributes:
         state: the final state, without the plan and the declarations of ranks.
@@ -82,7 +82,7 @@ class EndedPush:
 
     @property
     def handed_in(self) -> Written | None:
-        """None. See `PushSession.handed_in`: the other replicas have read it, or read the version's manifest."""
+        """None. See `PushSession.handed_in`. The other replicas have already read the files' names, or read the version's manifest."""
         return None
 
     def takes_part(self, client_id: str) -> bool:
@@ -90,7 +90,7 @@ class EndedPush:
         return client_id in self.clients
 
     def refuse(self) -> NoReturn:
-        """Raise why nothing more can be received: the error that ended the version, or FailedPrecondition."""
+        """Raise the reason why the version cannot receive more: the error that ended it, or FailedPrecondition."""
         check_not_failed(self.state)
         raise sealed(self.state)
 

@@ -20,7 +20,7 @@ IMAGES_OF_A_MODEL = 2
 
 
 class VersionRequest:
-    """Request of one version for its image. Made by `ImageAllocator.request`.
+    """Request of one version for its image. Created by `ImageAllocator.request`.
 
     It keeps its place in the queue for memory from the first attempt on, so a caller that does not wait can retry.
     """
@@ -83,16 +83,16 @@ class ImageAllocator:
         Args:
             model: the model.
             number: number of the version.
-            names: names of those of its files that this replica assembles.
+            names: names of the files that this replica assembles.
         """
         return VersionRequest(self._pool, model, number, names)
 
     def make_ahead(self, model: RegisteredModel, names: Collection[str]) -> int:
-        """Allocate memory for the version after the one that is being pushed. Returns the number of images that fit the memory.
+        """Allocate memory for the version after the one that is being pushed. Returns the number of images that fit into the memory.
 
         Args:
             model: the model.
-            names: names of those of its files that this replica assembles.
+            names: names of the files that this replica assembles.
         """
         return self._pool.make_ahead(_sizes(model, names), ImageOwner(str(model.name)), IMAGES_OF_A_MODEL)
 

@@ -143,12 +143,12 @@ class Intake:
     # --- bytes
 
     def write(self, name: str, number: int, rank: int, client_id: str, pieces: Pieces) -> int:
-        """Take pieces of a rank's stream. Returns the number of bytes taken."""
+        """Write pieces of a rank's stream. Returns the number of bytes written."""
         writer = self.opener.find(name, number).writer_for(rank, client_id)
         return writer.take(rank, pieces, self._count)
 
     def write_of_other(self, name: str, number: int, rank: int, claim: str, pieces: Pieces) -> int:
-        """Take pieces of the stream of a rank that has declared at another replica. Returns the number of bytes taken.
+        """Write pieces of the stream of a rank that has declared at another replica. Returns the number of bytes written.
 
         Raises:
             Unavailable: no rank has declared here yet; retry.
@@ -195,7 +195,7 @@ class Intake:
             self.bytes_in_locally += nbytes
 
     def warm(self, name: str) -> tuple[int, int]:
-        """Allocate memory for a model's next versions now. Returns the number of images that fit the memory, and the bytes of one image.
+        """Allocate memory for a model's next versions now. Returns the number of images that fit into the memory, and the bytes of one image.
 
         Raises:
             NotFound: the model is not registered.
@@ -237,13 +237,13 @@ class Intake:
             rank: the rank.
             client_id: id of its process.
             seconds: timeout of the caller.
-            replicas: checksums of the rank's boxes that other ranks hold, too.
+            replicas: checksums of those of the rank's boxes that other ranks also hold.
             nonfinite: number of pushed elements that are NaN or infinite; 0 if the rank has not counted them.
 
         Raises:
-            FailedPrecondition: bytes are missing; names tensors and boxes.
-            LayoutError: another rank holds different bytes under one box; the version is aborted.
-            DeadlineExceeded: not sealed within ``seconds``; names what the version waits for.
+            FailedPrecondition: bytes are missing. The error names the tensors and boxes.
+            LayoutError: another rank holds different bytes under the same box; the version is aborted.
+            DeadlineExceeded: the rank was not sealed within ``seconds``. The error names what the version waits for.
         """
         push = self.opener.find_push(name, number)
         if isinstance(push, EndedPush):
@@ -285,7 +285,7 @@ class Intake:
             InvalidArgument: ``refused`` is not a valid id of a process.
             AlreadyExists: the refused rank has declared a layout and takes part.
             FailedPrecondition: the version is visible already, and nothing keeps it from becoming durable.
-            DeadlineExceeded: not aborted within ``seconds``; names what the version waits for.
+            DeadlineExceeded: the version was not aborted within ``seconds``. The error names what the version waits for.
         """
         model_name = ModelName.parse(name)
         reason = shortened(reason, 500) or "aborted"
@@ -341,10 +341,10 @@ class Intake:
     # --- leaving
 
     def drain(self, seconds: float) -> bool:
-        """Refuse new versions, and wait for those under way or hand them over. Returns whether none of them is lost.
+        """Refuse new versions, and wait for the current ones or hand them over. Returns whether no version is lost.
 
-        The replica first announces to the others that it stops. Ranks still push to it the versions that are open by then; later versions
-        are opened without it. It hands over a version that is not durable after half of the time, or that the store does not take.
+        The replica first announces to the others that it stops. Ranks still push those versions to it that are open by then; later versions
+        are opened without it. It hands over a version that is not durable after half of the time, or that the store does not accept.
 
         Args:
             seconds: timeout of the whole shutdown.

@@ -250,7 +250,7 @@ class Opener:
         return self.leaving is not None
 
     def _room_for(self, model: RegisteredModel) -> int:
-        """Bytes that a new version of a model takes of its namespace's quota; 0 if there is no quota, or if they are not known yet.
+        """Bytes of the namespace's quota that a new version of a model uses; 0 if there is no quota, or if the number is not known yet.
 
         If each version has its own tensors, the next one counts as many bytes as the newest until it is durable.
         """
@@ -440,7 +440,7 @@ class Opener:
         return PushSession(state, client_id, runner, self._pools, self._timers, self._registry, observer)
 
     def find(self, name: str, number: int) -> PushSession:
-        """Session of a version that is being received here. Raises the same errors as `find_push`, and as `EndedPush.refuse` if the push has ended."""
+        """Session of a version that is being received here. Raises like `find_push`; if the push has ended, like `EndedPush.refuse`."""
         push = self.find_push(name, number)
         if isinstance(push, EndedPush):
             push.refuse()

@@ -1,6 +1,6 @@
 """Pending answers of a push: futures, the calls that wait for them, and the result of each when it is done or times out.
 
-Ranks wait for each other for seconds or minutes. The handler of a call decides how to wait: an event loop needs no thread for it.
+Ranks wait for each other for seconds or minutes. The handler of a call decides how to wait: on an event loop, a wait does not need a thread.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def uncancelled() -> Future[Any]:
 
 
 def _try(answer: Callable[[S], T | None], state: S) -> T | WeighbridgeError | None:
-    """The answer that a state has, or its error; None if there is none yet."""
+    """The answer that a state gives, or its error; None if the state does not give an answer yet."""
     try:
         return answer(state)
     except WeighbridgeError as error:

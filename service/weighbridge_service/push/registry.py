@@ -1,7 +1,7 @@
-"""Registry of the pushes of this process, by model, number and request: sessions, and records of those that have ended.
+"""Registry of the pushes of this process, by model, number and request. It contains sessions, and records of sessions that have ended.
 
-The registry bounds the memory of pushes. It turns a session that has ended into an `EndedPush`. Of the images that only serve reads of
-durable versions, it keeps those that were read last.
+The registry limits the memory of pushes. It turns a session that has ended into an `EndedPush`. Some images only serve reads of durable versions;
+the registry keeps the ones that were read last.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Registry:
         return [*([] if own is None else [own]), *taken]
 
     def get(self, name: ModelName, number: int) -> PushSession | None:
-        """Session of a version; None if this process has no session. Of several, the one that is not of a share that was taken over."""
+        """Session of a version; None if this process has no session. If there are several, it is the one that does not belong to a taken-over share."""
         with self._lock:
             return self._sessions.get(name, {}).get(number)
 
@@ -113,8 +113,8 @@ class Registry:
     def other_writer(self, name: ModelName, client_id: str) -> Version | None:
         """Newest version of a model that another job has pushed since the last push of this client's job; None if there is none.
 
-        A restarted job has new processes, but its old processes push no more. So two jobs count as different only when one has pushed, then
-        the other, and now the first one again.
+        A restarted job has new processes, and its old processes do not push any more. So two jobs count as different only when one has pushed, then
+        the other, and then the first one again.
         """
         caller = _process(client_id)
         between: list[Push] = []
@@ -245,7 +245,7 @@ class Registry:
             del self._sessions[session.model.name]
 
     def _forget_ended(self, which: Iterable[tuple[ModelName, int]]) -> list[tuple[ModelName, int]]:
-        """Forget ended pushes. Returns those that were remembered. The lock is held."""
+        """Forget ended pushes. Returns those that were remembered. The caller holds the lock."""
         forgotten = []
         for name, number in which:
             of_model = self._ended.get(name, {})
@@ -272,7 +272,7 @@ class Registry:
 
 
 class WaitsSaid:
-    """Reminder in the log, every `REMIND_SECONDS`, of what the versions that are being received wait for.
+    """Logs, every `REMIND_SECONDS`, what the versions that are being received wait for.
 
     Args:
         registry: the versions.

@@ -1,7 +1,7 @@
-"""Checksums of shards that several ranks hold under one box, compared while the ranks seal.
+"""Checksums of shards that several ranks hold under the same box. The service compares them while the ranks seal.
 
-In Megatron-core's tensor space, ranks mark the shards that are replicas. Hugging Face's names do not tell: experts that each rank numbers
-from 0 look like replicas, but are different tensors.
+In Megatron-core's tensor space, ranks mark the shards that are replicas. Hugging Face's names do not show which shards are replicas: experts that
+each rank numbers from 0 look like replicas, but are different tensors.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class ReplicaChecksums:
 
         Args:
             rank: the rank.
-            shared: its shards that other ranks hold, too, by index; checksums of other shards are ignored.
+            shared: those of its shards that other ranks also hold, by index; checksums of other shards are ignored.
             checksums: the rank's checksums.
 
         Raises:
-            LayoutError: two ranks hold different bytes under one box; names the tensors and both ranks.
+            LayoutError: two ranks hold different bytes under the same box. The error names the tensors and both ranks.
         """
         problems = []
         for each in checksums:

@@ -34,7 +34,7 @@ _DECLARED, _WRITTEN = "declared-", "written-"
 
 
 class Exchange:
-    """Messages about one version that one replica sends to the others, and reads from them. No method is for several threads at a time.
+    """Messages about one version that one replica sends to the others and reads from them. Methods must not be called concurrently.
 
     Args:
         store: the object store that all replicas share.

@@ -256,7 +256,7 @@ class PushSession:
         )
 
     def _waits(self) -> Iterable[str]:
-        """Names of the things that the version waits for now. A function, as they change more often than the rest of the snapshot."""
+        """Names of the things that the version waits for now. This is a function, because they change more often than the rest of the snapshot."""
         return waits_for(self._state)
 
     def _show(self, state: PushState) -> None:
@@ -436,8 +436,8 @@ class PushSession:
         ``nonfinite`` is the number of pushed elements that are NaN or infinite; 0 if the rank has not counted them.
 
         Raises:
-            FailedPrecondition: bytes are missing; names tensors and boxes.
-            LayoutError: another rank holds different bytes under one box; the version is aborted.
+            FailedPrecondition: bytes are missing. The error names the tensors and boxes.
+            LayoutError: another rank holds different bytes under the same box; the version is aborted.
             WeighbridgeError: the version has failed; raises the error that ended it. The future may get it, too.
         """
 

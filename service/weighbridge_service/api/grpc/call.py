@@ -112,8 +112,7 @@ class Call:
     def check_standing(self) -> None:
         """Raise Unavailable if the caller's credentials are no longer valid, for example after a token has expired.
 
-        Long calls check this periodically. The error is Unavailable instead of Unauthenticated, so that a client calls again with a new token and
-        resumes.
+        Long calls check this periodically. The error is Unavailable instead of a refusal, so that a client calls again with a new token and resumes.
         """
         now = time.monotonic()
         if self.evidence is None or now - self._stood < self._access.standing_seconds:

@@ -247,7 +247,7 @@ class Watches:
                         answer = await asked.next(answer)
             except TimeoutError:
                 if isinstance(asked.answer, Found):
-                    answer = asked.answer  # for the error, which has the version's error so far
+                    answer = asked.answer  # for the error, which contains the version's error so far
                 raise _not_in_time(answer, state) from None
             return there
 

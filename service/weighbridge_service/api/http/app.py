@@ -255,7 +255,7 @@ def _exports_router(exports: Exports) -> APIRouter:
         """An export of a model for which the caller has the verb."""
         ask(request, Verb.LOOK)
         job = exports.get(job_id)
-        if not peer_of(request).sees(job.model):  # the same answer as for a job that does not exist
+        if not peer_of(request).sees(job.model):  # the same response as for a job that does not exist
             raise exports.unknown(job_id)
         ask(request, verb, job.model)
         return job
@@ -308,7 +308,9 @@ def _exports_router(exports: Exports) -> APIRouter:
     )
     async def follow_export(job_id: JobId, request: Request) -> EventSourceResponse:
         """Follow an export until it ends."""
-        asked(request, Verb.LOOK, job_id)  # not found is a problem document, not a stream that breaks
+        asked(
+            request, Verb.LOOK, job_id
+        )  # if the job does not exist, the response is a problem document instead of a broken stream
         standing = Standing(request)
 
         async def events() -> AsyncIterator[ServerSentEvent]:

@@ -18,7 +18,7 @@ from weighbridge_storage.documents.names import (
 
 
 def _text(description: str, pattern: str, *examples: str) -> Any:
-    """A string in a path. The pattern is only documented; the parser of the value refuses invalid ones with a better message."""
+    """A string in a path. The pattern is for documentation only; the parser of the value refuses invalid strings with a better message."""
     return Path(
         description=description, examples=list(examples) or None, json_schema_extra={"pattern": pattern}
     )

@@ -1,4 +1,4 @@
-"""Problem documents (RFC 9457), for our own errors and for those of the framework."""
+"""Problem documents (RFC 9457), for errors of the service and of the framework."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _leaves(routes: Iterable[BaseRoute]) -> Iterator[Route]:
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    """The problem document for an error. For an unexpected exception it contains no internals of the service."""
+    """The problem document for an error. For an unexpected exception, the document does not reveal internals of the service."""
     if isinstance(error, ClientDisconnect):
         error = Unavailable("the caller has gone")
     if isinstance(error, WeighbridgeError):

@@ -50,7 +50,7 @@ class ContentChanged(WeighbridgeError):
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """The bytes from ``start`` up to, not including, ``end``; ``partial`` if the request had a range."""
+    """The bytes from ``start`` up to ``end`` (exclusive). ``partial`` is whether the request contained a range."""
 
     start: int
     end: int
@@ -92,7 +92,7 @@ def is_unchanged(etag: str, if_match: str | None, if_none_match: str | None) -> 
 
     Args:
         etag: strong ETag of the content, in quotes.
-        if_match: value of the If-Match header, with all its lines joined; None without one.
+        if_match: value of the If-Match header, with all its lines joined; None without this header.
         if_none_match: value of the If-None-Match header, in the same form.
 
     Raises:

@@ -45,7 +45,7 @@ def refs_router(service: Weighbridge) -> APIRouter:
     def request_ref(
         namespace: Namespace, name: Name, ref: Ref, body: RequestRefIn, request: Request, response: Response
     ) -> BaseModel:
-        """Change a tag, or request the change if it needs the approval of other identities: 200 if it is done, 202 if it is pending."""
+        """Change a tag, or request the change if it requires approval by other identities: 200 if it is done, 202 if it is pending."""
         model, peer, named = f"{namespace}/{name}", peer_of(request), body.request_id
         if body.action == REQUEST_DELETE:
             found = gates.ask(model, ref, REQUEST_DELETE, peer, request_id=named, note=body.note)
@@ -57,7 +57,7 @@ def refs_router(service: Weighbridge) -> APIRouter:
     def unprotect_ref(
         namespace: Namespace, name: Name, ref: Ref, request: Request, response: Response
     ) -> BaseModel:
-        """Remove a ref's protection, or request that; it needs the same approvals as moving the ref. 200 if it is done, 202 if it is pending."""
+        """Remove a ref's protection, or request its removal. It requires the same approvals as moving the ref: 200 if it is done, 202 if it is pending."""
         model, peer = f"{namespace}/{name}", peer_of(request)
         return _answer(gates.ask(model, ref, REQUEST_UNPROTECT, peer, request_id=uuid.uuid4().hex), response)
 

@@ -15,7 +15,7 @@ from weighbridge_storage.documents.names import MODEL_PATTERN
 
 
 class AdapterOut(Out):
-    """An adapter that is on versions of a model."""
+    """An adapter whose base is a version of a model."""
 
     model: str = Field(description="`namespace/name` of the adapter.", examples=["acme/alice"])
     versions: list[int] = Field(description="The versions that it is on.", examples=[[17, 18]])
@@ -117,6 +117,6 @@ class ExportOut(Out):
 
 
 class ExportsOut(Out):
-    """All exports that the service keeps."""
+    """All exports that the service remembers."""
 
     exports: list[ExportOut] = Field(description="Exports, newest first.")

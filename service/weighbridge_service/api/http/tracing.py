@@ -1,4 +1,4 @@
-"""Traces of HTTP requests, by OpenTelemetry's instrumentation of FastAPI; without effect if tracing is off."""
+"""Traces of HTTP requests, by OpenTelemetry's instrumentation of FastAPI. Does nothing if tracing is off."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _bounded(span: Span, scope: Mapping[str, Any]) -> None:
     """Remove the query from a request's span, and shorten its other attributes.
 
     A query may contain secrets, for example a token that was meant for a header. Any client can choose the other attributes. They must be short,
-    because thousands of spans may wait for a collector that does not answer, and a collector refuses a batch that is too large as a whole.
+    because thousands of spans may wait for a collector that does not respond, and a collector refuses a batch as a whole if it is too large.
     """
     for name in _WITH_QUERY:
         span.set_attribute(name, scope.get("path", ""))

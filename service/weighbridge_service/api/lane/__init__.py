@@ -4,7 +4,7 @@ May import: `service`, and folders below.
 
 - `server`: the socket, and a thread for each client.
 - `session`: one client, and its loans of memory.
-- `trust`: users whose processes may get memory for writing.
+- `trust`: the users whose processes may write to granted memory.
 - `peer_process`: the process at the other end of a connection.
 - `plans`: plans as messages.
 """

@@ -1,7 +1,7 @@
 """Plans of the local lane as messages: the places of a stream's shards in the files of a version.
 
 A rank writes to shared memory only the bytes of files that its own replica of the service holds. The plan of its grant omits the rest of its
-stream, and lists the ranges that the rank must stream, to this replica or to others.
+stream. It lists the ranges that the rank must send over gRPC, to this replica or to others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def fill_plan(
     buffer: str,
     parts: RangeSet,
 ) -> None:
-    """Put a plan into a reply, unless the client has it.
+    """Put a plan into a reply, unless the client already has the plan.
 
     Args:
         reply: receives the plan and its name.

@@ -44,12 +44,12 @@ class LaneServer:
 
     Args:
         service: the service that grants its memory.
-        where: path of the socket; ``auto`` for one in a folder that only this user can enter, ``off`` for none.
+        where: path of the socket; ``auto`` for a socket in a folder that only this user can enter; ``off`` for no socket.
         most: maximum number of concurrent clients.
         hello_seconds: timeout for a client's hello after it has connected.
         stop_seconds: seconds that `stop` waits for clients that are being served.
-        refusals_a_second: rate of refusals to the processes of one user; further ones are delayed, because each adds a line to the audit log.
-        refusals_at_once: burst of refusals, because each rank of a job that may not write asks once.
+        refusals_a_second: rate of refusals to the processes of one user. Further refusals are delayed, because each adds a line to the audit log.
+        refusals_at_once: burst of refusals; needed because each rank of a job that may not write sends one request.
 
     Raises:
         InvalidArgument: the path is too long, or is not a socket, or a user cannot be trusted.

@@ -1,4 +1,4 @@
-"""Session of one client of the local lane: its loans of memory, all of which end when it disconnects."""
+"""Session of one client of the local lane, with its loans of memory. All loans end when the client disconnects."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ _MESSAGE_SECONDS = 10.0
 _SEND_SECONDS = 30.0
 """Timeout for sending a response to a client that stops reading."""
 _MOST_LOANS = 1024
-"""Concurrent loans of one client at most, so that a client that does not end them cannot fill the service's memory with their records."""
+"""Maximum number of concurrent loans of one client, so that a client that does not end them cannot fill the service's memory with records."""
 
 
 class LaneSession:
-    """Answers one client until its connection ends. `run` is for one thread; all other methods may be called from any.
+    """Serves one client until its connection ends. `run` is for one thread; all other methods may be called from any thread.
 
     Args:
         service: the service that grants its memory.
-        connection: the client's connection, which the session closes in the end.
+        connection: the client's connection. The session closes it at the end.
         service_id: identifies this process of the service.
         room: capacity for long incoming messages.
         user: user id of the client's process.
-        check_writer: raises FailedPrecondition if the client may not get memory for writing.
+        check_writer: raises FailedPrecondition if the client may not write to granted memory.
         put_off: counts a refusal, and returns the seconds by which to delay it.
         hello_seconds: timeout for the client's hello.
 
@@ -95,7 +95,7 @@ class LaneSession:
         self._readable: set[str] = set()  # keys of memory that it may keep mapped for reading
 
     def run(self) -> None:
-        """Answer requests until the client disconnects; then end all its loans."""
+        """Serve requests until the client disconnects; then end all its loans."""
         try:
             protocol.limit_sending(self._connection, _SEND_SECONDS)
             self._connection.settimeout(self._hello_seconds)
@@ -292,7 +292,7 @@ class LaneSession:
     def _granting(
         self, granted: GrantedVersion, asked: pb.BeginRead, reply: pb.ReadLoan, attach: _Attach
     ) -> Iterator[None]:
-        """Grant slices in place for reading. Closes them if this, or the block, fails."""
+        """Grant slices in place for reading. Closes them if the grant or the block fails."""
         try:
             images = self._service.reader_shares.grant(self._reader, granted.places.values())
         except BaseException:
@@ -376,7 +376,7 @@ class LaneSession:
 
     @property
     def _reader(self) -> str:
-        """The client for people: its identity, if it is known, and its user id."""
+        """The client, for messages: its identity, if known, and its user id."""
         name = self._service.access.identify(self._evidence).name
         return f"{name} (uid {self._user})" if name else f"uid {self._user}"
 

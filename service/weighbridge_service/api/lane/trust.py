@@ -1,11 +1,11 @@
-"""Trust in writers of the local lane: the users whose processes may get memory for writing.
+"""Trust in writers of the local lane: the users whose processes may write to granted memory.
 
 A trusted process may write to a version's memory until it reports that it is done. It keeps the memory mapped afterwards, and the service relies
-on it not to write any more. The service cannot check this: the kernel tells which processes have memory mapped, but not which have pinned its
-pages, with io_uring or for a device, and could write to them later. So the service grants memory for writing only to processes of its own user,
-which could access its memory in other ways as well, and of users that the operator names. Trust only users that you would let run as the service's
-user. All other processes push over gRPC, where the service itself writes the bytes. Reading needs no trust, because a reader's descriptor does
-not allow writing.
+on it not to write any more. The service cannot check this. The kernel reports which processes have mapped the memory, but not which processes have
+pinned its pages, with io_uring or for a device, and could write to them later. So the service grants memory for writing only to processes of its
+own user, which could access its memory in other ways as well, and to processes of users that the operator names. Trust only users that you would
+allow to run processes as the service's user. All other processes push over gRPC, and the service itself writes the bytes. Reading does not require
+trust, because a reader's descriptor does not allow writing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OVERFLOW = Path("/proc/sys/kernel/overflowuid")
 
 @dataclass(frozen=True, slots=True)
 class Writers:
-    """Users whose processes may get memory for writing.
+    """Users whose processes may write to granted memory.
 
     Attributes:
         own: user id of the service.
@@ -47,7 +47,7 @@ class Writers:
         return Writers(os.getuid(), trusted)
 
     def check(self, uid: int) -> None:
-        """Raise FailedPrecondition if processes of a user may not get memory for writing."""
+        """Raise FailedPrecondition if processes of a user may not write to granted memory."""
         if uid == self.own or uid in self.others:
             return
         raise FailedPrecondition(

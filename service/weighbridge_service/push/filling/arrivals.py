@@ -1,4 +1,4 @@
-"""Arrivals: marks of the tensors of a version whose bytes are all in place, for processes that read them while others still arrive."""
+"""Arrivals: marks of a version's tensors whose bytes are all in place. Processes read these tensors while others still arrive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Arrivals:
     Only whole shards are counted, by tables that are computed once for a plan, because counting holds the lock that pushes need.
 
     Args:
-        transfer: from streams to files.
+        transfer: the copies from streams to files.
         streams: names of the streams.
 
     Attributes:
@@ -81,7 +81,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class ArrivingVersion:
-    """Version that is being received, for a process on this machine that reads the tensors that have arrived.
+    """Version that is being received. A process on this machine reads its tensors as they arrive.
 
     Attributes:
         model: its registration, with the tensors of this version.

@@ -1,7 +1,7 @@
 """Data plane of one push: fills the image from gRPC streams and from processes that were granted the image.
 
-Pieces arrive in any order and on many threads, and each is copied once, straight to its final place. Under the lock, a thread only claims
-ranges and counts bytes; it copies, sends and posts nothing. The state machine gets coarse events.
+Pieces arrive in any order and on many threads. Each piece is copied once, directly to its final place. While a thread holds the lock, it only
+claims ranges and counts bytes; it does not copy, send or post. The state machine gets coarse events.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ class MemoryGrant:
 class ImageWriter:
     """Writer that fills the image of one version. Thread-safe.
 
-    A file whose bytes have all arrived counts as filled only when no other process can write to it any more. While memory is granted, may
-    be granted to a further rank, or is in doubt (`Region.may_change`), a process could still change the file. So if memory was granted at
-    all, files count as filled only when the bytes of all of them have arrived.
+    A file whose bytes have all arrived counts as filled only when other processes can no longer write to it. While memory is granted, may
+    be granted to a further rank, or is in doubt (`Region.may_change`), a process could still change the file. So if memory was ever granted,
+    files count as filled only when the bytes of all files have arrived.
 
     Other processes may read tensors earlier, through `arrivals`. Bytes are in place when this writer has copied them, or when a process
     that was granted the image reports them. Marks are revoked before anything may write to bytes that are in place.
 
     Args:
         name: name of the version, for messages.
-        agreed: the agreement: the shards that each rank pushes, and the place of every byte.
+        agreed: the agreement, with the shards that each rank pushes and the place of every byte.
         home: this replica.
         image: image of the files that this replica assembles, with their headers written.
         post: queues events for the state machine.
@@ -126,32 +126,32 @@ class ImageWriter:
     # --- pieces
 
     def take(self, rank: int, pieces: Pieces, count: Callable[[int], None]) -> int:
-        """Take the pieces of one call, each as `write`. Returns the number of bytes taken.
+        """Write the pieces of one call; see `write`. Returns the number of bytes written.
 
         Args:
             rank: the rank whose stream it is.
             pieces: byte offset, data and checksum of each.
-            count: called with the number of bytes of each piece that was taken.
+            count: called with the number of bytes of each piece that was written.
         """
         return _each(pieces, partial(self.write, rank), count)
 
     def take_of_other(self, claim: str, rank: int, pieces: Pieces, count: Callable[[int], None]) -> int:
-        """Take the pieces of one call, each as `write_of_other`. Returns the number of bytes taken."""
+        """Write the pieces of one call; see `write_of_other`. Returns the number of bytes written."""
         return _each(pieces, partial(self.write_of_other, claim, rank), count)
 
     def write(self, rank: int, offset: int, data: memoryview, checksum: int) -> None:
-        """Take a piece of the stream of a rank of this replica. Ranges that have arrived before are not written again.
+        """Write a piece of a stream from a rank of this replica. Ranges that have arrived before are not written again.
 
         Raises:
-            DataLoss: the piece does not agree with its checksum; send it again.
-            InvalidArgument: it lies outside of the stream.
+            DataLoss: the piece does not match its checksum; send it again.
+            InvalidArgument: the piece lies outside of the stream.
             FailedPrecondition: the rank or the version is sealed, or the piece belongs to another replica.
             WeighbridgeError: the version has failed; raises the error that ended it.
         """
         self._take(rank, offset, data, checksum, own=True)
 
     def write_of_other(self, claim: str, rank: int, offset: int, data: memoryview, checksum: int) -> None:
-        """Take a piece of the stream of a rank of another replica. A piece that arrives after the version is complete is ignored.
+        """Write a piece of a stream from a rank of another replica. A piece that arrives after the version is complete is ignored.
 
         Raises:
             DataLoss, InvalidArgument: as `write`.
@@ -211,14 +211,14 @@ class ImageWriter:
         self._post(self._leave(rank, fresh, filled))
 
     def _check_unsealed(self, rank: int) -> None:
-        """Raise if a rank may push nothing more. The lock is held."""
+        """Raise if a rank may push nothing more. The caller holds the lock."""
         if self._complete:
             raise FailedPrecondition(f"{self._name} is sealed", fix="push a new version: another step or run")
         if rank in self._sealed:
             raise FailedPrecondition(f"rank {rank} of {self._name} is sealed")
 
     def _claim(self, rank: int, start: int, end: int) -> list[tuple[int, int]]:
-        """Mark a range as received. Returns the parts of it that were not. The lock is held."""
+        """Mark a range as received. Returns the parts of it that were not. The caller holds the lock."""
         self._heard_at = time.monotonic()
         if self._closed is not None:
             raise self._closed.anew()
@@ -299,7 +299,7 @@ class ImageWriter:
     # --- before all bytes have arrived
 
     def arrivals(self) -> Arrivals:
-        """Marks of the tensors that are in place, kept up to date; all readers share them. All files have to be in the image.
+        """Marks of the tensors that are in place. They are updated as bytes arrive, and all readers share them. All files have to be in the image.
 
         Raises:
             FailedPrecondition: all bytes have arrived, or bytes that had arrived may be written again.
@@ -478,10 +478,10 @@ class ImageWriter:
             self._sealed.add(rank)
 
     def close(self, error: WeighbridgeError | None) -> None:
-        """Take no more bytes, and release the image once no thread copies to it any more.
+        """Accept no more bytes, and release the image once no thread copies to it any more.
 
         Args:
-            error: raised to ranks that still push; None if all bytes have arrived.
+            error: the error that ranks get if they still push; None if all bytes have arrived.
         """
         with self._lock:
             self._closed, self._complete = error, error is None

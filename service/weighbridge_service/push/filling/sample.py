@@ -1,7 +1,7 @@
-"""Sample of the pieces that ranks have sent, compared with the image when all of them have arrived.
+"""Sample of the pieces that ranks have sent. The service compares it with the image when all pieces have arrived.
 
 A checksum proves that a piece has arrived as it was sent. A rank that writes to shared memory itself computes checksums before it writes,
-and sends those. The sample proves that a piece lies where the plan places it, undamaged: the comparison gathers the same bytes from the
+and sends those. The sample proves that a piece is undamaged and lies where the plan places it: the comparison collects the same bytes from the
 image by the inverse of the copies that placed them.
 """
 
@@ -17,9 +17,9 @@ from weighbridge_service.plan.transfers import Transfer
 from weighbridge_storage.stores.objects import ByteArray
 
 MOST = 64
-"""Number of pieces that are kept of one version."""
+"""Maximum number of pieces that the sample of one version contains."""
 MOST_BYTES = 1 << 20
-"""Bytes of one piece: as many as one message carries."""
+"""Bytes of one piece; one message carries the same number of bytes."""
 
 
 class SampledPiece(NamedTuple):

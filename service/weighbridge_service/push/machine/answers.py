@@ -16,9 +16,9 @@ from weighbridge_service.push.machine.state import PushState
 from weighbridge_storage.head.open_versions import Said
 
 _RETRY_MS = (50, 2_000)
-"""Least and most milliseconds before a rank asks again."""
+"""Minimum and maximum milliseconds before a rank asks again."""
 _RETRY_MS_PER_RANK = 2
-"""2 ms for each rank: together, the ranks of one push make 500 calls a second."""
+"""2 ms for each rank, so that all ranks of one push make 500 calls per second in total."""
 
 
 def check_not_failed(state: PushState) -> None:
@@ -31,7 +31,7 @@ def check_not_failed(state: PushState) -> None:
 
 
 def check_incomplete(state: PushState) -> None:
-    """Raise if nothing more can be received: the error that ended the version, or FailedPrecondition."""
+    """Raise if the version cannot receive more: the error that ended it, or FailedPrecondition."""
     check_not_failed(state)
     if state.phase not in INCOMPLETE:
         raise sealed(state)
@@ -43,7 +43,7 @@ def sealed(state: PushState) -> FailedPrecondition:
 
 
 def pushed_already(version: str, step: int, run: str) -> FailedPrecondition:
-    """Refusal to push more to a complete version. A process pushes a step of a run once; another one may push it as a new version."""
+    """Refusal to push more to a complete version. A process pushes a step of a run once. Another process may push the step as a new version."""
     of_run = f" of run {run}" if run else ""
     return FailedPrecondition(
         f"step {step}{of_run} has been pushed already, as {version}, which is complete",
@@ -63,7 +63,7 @@ def is_known(state: PushState, said: Said) -> bool:
 
 
 def answer_declare(state: PushState, rank: int, client_id: str, digest: str) -> Agreement | None:
-    """Agreement that tells a rank what to push; None until all ranks have declared and there is an image.
+    """The answer that lists what a rank pushes; None until all ranks have declared and there is an image.
 
     Raises:
         AlreadyExists: another process has declared this rank.
@@ -77,7 +77,7 @@ def answer_declare(state: PushState, rank: int, client_id: str, digest: str) -> 
 
 
 def answer_whole(state: PushState, rank: int, client_id: str) -> bool | None:
-    """True once a rank's stream is in place, so that the rank can be sealed. Raises the same errors as `answer_seal`."""
+    """True once a rank's stream is in place. The rank can then be sealed. Raises the same errors as `answer_seal`."""
     check_not_failed(state)
     state.declarations.check_rank(rank)
     if state.phase not in INCOMPLETE:
@@ -138,10 +138,10 @@ class Declared:
         stream_bytes: length of the stream.
         retry_after_ms: if above 0, there is no answer yet: retry after this many milliseconds.
         absent: ranks that have not declared, if there is no answer yet.
-        routes: byte ranges of the stream to push to each replica, by its address; this replica's is empty. No entries if all of the stream
-            is pushed to this replica.
+        routes: byte ranges of the stream to push to each replica, by the replica's address. The address of this replica is an empty string. There
+                are no entries if the rank pushes all of the stream to this replica.
         claim: the agreement of the replicas, if there are several.
-        shared: indexes of the shards whose boxes other ranks hold, too, in a tensor space that does not mark replicas.
+        shared: indexes of the shards whose boxes other ranks also hold, in a tensor space that does not mark replicas.
         placed: parts of the stream that do not lie in exactly one place of the files.
         shifts: number to add to each element of a tensor before it is pushed, by its name.
         push_at: address of the replica at which to declare instead; empty for this one.

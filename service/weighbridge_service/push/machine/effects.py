@@ -1,7 +1,7 @@
 """Effects of a push: actions that the session carries out for the state machine.
 
-Exactly one event answers an awaited effect, and the effect is not started again before that; `EffectFailed` answers any of them. A release
-frees a resource, and needs no answer.
+Exactly one event answers an awaited effect, and the effect is not started again before that. `EffectFailed` can answer any of them. A release
+frees a resource, and is not answered.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class AcquireImage(Awaited):
 
 @dataclass(frozen=True, slots=True)
 class Claim(Awaited):
-    """Record the agreement in head.json, as the only one that may write the version's folder. `Claimed`."""
+    """Record the agreement in head.json. Only replicas under this agreement may write the version's folder. `Claimed`."""
 
     WORDS = "its claim in head.json"
     POOL = Pool.LEASE
@@ -115,7 +115,7 @@ class Confirm(Awaited):
 
 @dataclass(frozen=True, slots=True)
 class FindOut(Awaited):
-    """Read whether a publication whose call failed was made nevertheless. `HeadSaid`."""
+    """Check whether a publication took effect although its call failed. `HeadSaid`."""
 
     WORDS = "the question whether it was published"
     POOL = Pool.READ
@@ -261,7 +261,7 @@ class Supersede(Effect):
 
 @dataclass(frozen=True, slots=True)
 class WantMemory(Effect):
-    """Ask older versions of the model for their memory, which this one waits for."""
+    """Ask older versions of the model to release their memory, because this one waits for memory."""
 
     WORDS = "the notice to older versions that memory is short"
 
@@ -289,7 +289,7 @@ class Release(Effect):
 
 @dataclass(frozen=True, slots=True)
 class CloseWriter(Release):
-    """Take no more bytes. `error` is raised to ranks that still push; None if all bytes have arrived."""
+    """Accept no more bytes. Ranks that still push get `error`; None if all bytes have arrived."""
 
     WORDS = "the end of what is received"
 
@@ -323,6 +323,6 @@ class GiveUp(Release):
 
 @dataclass(frozen=True, slots=True)
 class Forget(Release):
-    """Drop the version from what this process lists: other replicas receive it."""
+    """Remove the version from this process's lists, because other replicas receive it."""
 
     WORDS = "its removal from what is listed"

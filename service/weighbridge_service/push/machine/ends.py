@@ -39,7 +39,7 @@ Transition = tuple[PushState, tuple[Effect, ...]]
 
 
 def publish(state: PushState, entry: VersionEntry) -> Transition:
-    """End as published, by this replica or another one. The state takes its values from history, so that all replicas report the same."""
+    """End as published, by this replica or another one. The state gets its values from history, so that all replicas report the same values."""
     effects: list[Effect] = []
     if state.phase in (Phase.PLANNED, Phase.FILLING):
         effects.append(do.CloseWriter(None))
@@ -70,7 +70,7 @@ def handed_over(state: PushState, to: Home) -> Transition:
 
 
 def end(state: PushState, phase: Phase, error: WeighbridgeError) -> Transition:
-    """Give the version up, which was never visible or no longer is."""
+    """Give up the version, which was never visible or is no longer visible."""
     ended, effects = _stop(state, phase, error)
     if not state.gave_up:
         unless_claimed = not state.declarations.here
@@ -112,7 +112,7 @@ def _conclude(state: PushState, error: WeighbridgeError) -> Transition:
 
 
 def _not_found_out(state: PushState, error: WeighbridgeError, now: Moment) -> Transition:
-    """Conclude that the failed publication was not made, as far as head.json shows: hand the version over, or give it up."""
+    """Conclude that the failed publication did not take effect, as far as head.json shows: hand the version over, or give it up."""
     if state.may_be_handed_over:
         return replace(state, settling=None, hand_over_at=min(state.hand_over_at, now.seconds)), ()
     return _conclude(state, error)

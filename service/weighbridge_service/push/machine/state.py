@@ -96,7 +96,7 @@ class PushState:
         leave_until: time until which the last steps are left to the replica that was the last to hand in its files.
         confirmed_at: when head.json last showed the version as open with all bytes here; None before that.
         publishing: whether this replica has ever begun to publish.
-        settling: error of a publication that may have been made nevertheless; None if there is none to check.
+        settling: error of a publication that may have taken effect nevertheless; None if there is none to check.
         received_bytes: bytes of tensors that have arrived.
         beginning: how the version began; None if this process has not opened it.
         ready_ms, verified_ms, durable_ms: when the version became ready, verified and durable; 0 if it did not.
@@ -286,7 +286,7 @@ class PushState:
 
     @property
     def others_complete(self) -> bool:
-        """Whether every other replica has all bytes of its files and its ranks are sealed. They may have counted NaNs, which hold it."""
+        """Whether every other replica has all bytes of its files, and its ranks are sealed. They may have counted NaNs, so the version may be held."""
         share, agreed = self.share, self.agreed
         if share is None or agreed is None:
             return False
@@ -326,7 +326,7 @@ class PushState:
 
     @property
     def may_be_dropped(self) -> bool:
-        """Whether the version is visible, but making it durable fails: a caller may abort it, or a newer version take its memory."""
+        """Whether the version is visible but cannot be made durable. If so, a caller may abort it, or a newer version may get its memory."""
         return self.phase in VISIBLE and bool(self.failures) and not self.gave_up
 
     @property

@@ -2,7 +2,7 @@
 
 Pure: no clock, no lock, no I/O. `step` applies the event to the state, makes every transition that has become possible, and then starts the
 effects that the new state wants (`wanted`) and that are not running. So the rule that starts an effect also retries it after a failure or a
-lost answer, and the push continues after any order of events.
+lost answer, and the push can continue after events in any order.
 """
 
 from __future__ import annotations

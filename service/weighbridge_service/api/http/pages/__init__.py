@@ -1,6 +1,6 @@
-"""Pages for people: which engine serves which bytes, why, and what the last push cost.
+"""HTML pages: which engine serves which version, why, and how long the last push took.
 
-The service renders the HTML itself: pages load nothing from other hosts, and have no inline script or style. A page is a view, a frozen
+The service renders the HTML itself. Pages load nothing from other hosts, and contain no inline scripts or styles. A page is a view: a frozen
 dataclass whose fields are its fragments. A pure function builds the view from the facts that the reader returns, and a template renders each
 field. Open pages receive the fragments that change.
 

@@ -31,7 +31,7 @@ _Form = Mapping[str, str]
 
 
 async def _form(request: Request) -> _Form:
-    """The fields of a form; of fields with the same name, the last."""
+    """The fields of a form. If several fields have the same name, the last one is used."""
     body = await request.body()
     try:
         return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_MOST_FIELDS))
@@ -115,7 +115,7 @@ def add_actions(
         """Cancel an export."""
         ask(request, Verb.LOOK)
         job = exports.get(job_id)
-        if not peer_of(request).sees(job.model):  # the same answer as for a job that does not exist
+        if not peer_of(request).sees(job.model):  # the same response as for a job that does not exist
             raise exports.unknown(job_id)
         ask(request, Verb.MANAGE, job.model)
         exports.cancel(job_id)
@@ -125,7 +125,7 @@ def add_actions(
 def _add_login(router: APIRouter, service: Weighbridge, sessions: Sessions, renderer: Renderer) -> None:
     @router.get("/login")
     async def sign_in_page(request: Request) -> Response:
-        """The form that takes a token."""
+        """The sign-in form, in which the user enters a token."""
         return HTMLResponse(renderer.page("login", viewer_of(request), problem="", next="/"))
 
     @router.post("/login")
@@ -159,7 +159,7 @@ def _add_login(router: APIRouter, service: Weighbridge, sessions: Sessions, rend
 
 
 def _own_path(text: str) -> str:
-    """``text`` if it is a path on this service, else ``/``, so that no form redirects to another host."""
+    """``text`` if it is a path on this service, else ``/``, so that a form cannot redirect to another host."""
     plain = text.isascii() and text.isprintable() and "\\" not in text
     return text if plain and text.startswith("/") and not text.startswith("//") else "/"
 

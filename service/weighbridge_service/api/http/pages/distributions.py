@@ -21,9 +21,9 @@ _PART_BYTES = 4096
 """Bytes that are read from each of `_PARTS` evenly spaced parts of a tensor."""
 _BINS = 32
 _SIGMAS = 5.0
-"""Standard deviations on each side of the mean that the picture shows; values further out count in its first or last bar."""
+"""The picture shows this many standard deviations on each side of the mean. Values further out count in its first or last bar."""
 _MOST = 1e150
-"""Magnitude to which values are clipped, so that their squares are finite."""
+"""Values are clipped to this magnitude, so that their squares are finite."""
 _KEPT = 2048
 _WIDTH, _HEIGHT = 96, 20
 
@@ -56,7 +56,7 @@ class Distributions:
     """Pictures of the distributions of tensors, with a cache. Thread-safe; methods may wait for the store.
 
     Args:
-        service: the service that has the versions.
+        service: the service that stores the versions.
     """
 
     def __init__(self, service: Weighbridge) -> None:
@@ -67,7 +67,7 @@ class Distributions:
         """A tensor's distribution as SVG.
 
         Raises:
-            NotFound: there is no such version, or it has no such tensor.
+            NotFound: the version does not exist, or does not contain the tensor.
             WeighbridgeError: the version cannot be read.
         """
         found = self._service.catalog.resolve(ModelName.parse(model), version)
@@ -132,7 +132,7 @@ def distribution(values: np.ndarray) -> Distribution:
 
 
 def svg(found: Distribution) -> str:
-    """A distribution as an SVG picture, legible on light and dark backgrounds; its title has the same facts as text."""
+    """A distribution as an SVG picture, legible on light and dark backgrounds. Its title contains the same facts as text."""
     most, width = max((*found.counts, 1)), _WIDTH / _BINS
     bars = "".join(
         f'<rect x="{index * width:g}" y="{_HEIGHT - height:.1f}" width="{width - 0.6:g}" height="{height:.1f}"/>'

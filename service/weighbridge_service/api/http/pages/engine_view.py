@@ -29,9 +29,9 @@ from weighbridge._core.engines.step_parts import (
 from weighbridge_service.api.http.pages.version_summary import UNITS, Span
 
 _SHOWN = 200
-"""Engines that the page lists at most; those that need attention come first."""
+"""Maximum number of engines that the page lists. Engines that need attention come first."""
 _NAMED = 8
-"""Engines that are named at most in the list of those that serve a version."""
+"""Maximum number of engines that the list of engines of a version names."""
 _ORDER = (STANDING_STALE, STANDING_BEHIND, STANDING_CURRENT, STANDING_PINNED)
 
 
@@ -41,7 +41,7 @@ _LEAST = 2
 
 @dataclass(frozen=True, slots=True)
 class EngineStep:
-    """A step of training as one engine took it.
+    """A training step, as one engine loaded its version.
 
     Attributes:
         engine: label of the engine.
@@ -74,7 +74,7 @@ class EngineRow:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The engines of a model, and the number of engines of each standing, as text."""
+    """The engines of a model, and the number of engines with each status, as text."""
 
     model: str
     rows: tuple[EngineRow, ...]
@@ -136,7 +136,7 @@ def _spans(parts: Parts, moments: Mapping[str, float]) -> tuple[Span, ...]:
 
 
 def summary(engines: Sequence[Engine]) -> tuple[str, ...]:
-    """Number of engines of each standing, as text, such as ``2 current``. Engines whose agents have ended are not counted."""
+    """Number of engines with each status, as text, such as ``2 current``. Engines whose agents have ended are not counted."""
     found = Counter(each.standing for each in engines if not each.ended)
     return tuple(f"{found[standing]} {standing}" for standing in sorted(found, key=_place))
 
@@ -147,7 +147,7 @@ def serving(engines: Sequence[Engine]) -> dict[int, int]:
 
 
 def serving_it(engines: Sequence[Engine], number: int) -> tuple[str, ...]:
-    """Labels of the engines that serve a version, without engines that are gone: the first `_NAMED`, and the number of the others."""
+    """Labels of the first `_NAMED` engines that serve a version, and the number of the others. Engines that are gone are left out."""
     found = sorted(
         each.label for each in engines if each.version == number and each.standing != STANDING_GONE
     )
@@ -165,5 +165,5 @@ def _place(standing: str) -> int:
 
 
 def _shown(each: Engine) -> Engine:
-    """An engine without the time of its last report, which would change the page with every report. A silent engine keeps the time."""
+    """An engine without the time of its last report, because that time would change the page with every report. A silent engine keeps it."""
     return each if each.silent else replace(each, heard_time_ms=0)

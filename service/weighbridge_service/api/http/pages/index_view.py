@@ -39,7 +39,7 @@ class ModelRow:
         held: numbers of the newest versions that are held.
         last: times of the last push.
         tags: names of other refs, each with the number of its version.
-        engines: number of engines of each standing, as text.
+        engines: number of engines with each status, as text.
     """
 
     model: Model
@@ -59,7 +59,7 @@ class ModelList:
 
     Attributes:
         rows: one for each model.
-        query: the text that was searched for.
+        query: the search string.
         after: name of the model after which the page begins.
         more_after: name of the last model, if more follow; empty otherwise.
     """
@@ -84,7 +84,7 @@ def index_view(
 
     Args:
         found: the models, in order.
-        query: the text that was searched for.
+        query: the search string.
         after: name of the model after which the page begins.
         more: whether more models follow.
     """
@@ -93,7 +93,7 @@ def index_view(
 
 
 def is_busy(view: IndexView) -> bool:
-    """Whether the service is receiving a version, so that the page changes without notification."""
+    """Whether the service is receiving a version. If so, the page changes without notification."""
     return any(row.receiving is not None for row in view.models.rows)
 
 

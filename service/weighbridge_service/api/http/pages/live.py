@@ -1,9 +1,9 @@
 """Live views: sends changed fragments to all open pages.
 
 A view is rebuilt when its model has changed, and also periodically: other replicas change models, and arriving bytes cause no notification.
-All pages that show the same view share one rebuild. All views together use at most a small share of a core: the cost of each rebuild is
-measured, and an expensive view is rebuilt less often. Both that share and the number of views are divided evenly among quotas (identities or
-hosts), so a viewer with many open views slows down only their own.
+All pages that show the same view share one rebuild. All views together use at most a small share of a core: the service measures the cost of each
+rebuild, and rebuilds an expensive view less often. Both that share and the number of views are divided evenly among quotas (identities or
+hosts), so a viewer with many open views only slows down these views.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ log = logging.getLogger(__name__)
 _SHARE = 0.05
 """Maximum share of a core that all views use together."""
 _SENDING = 0.0001
-"""Seconds that sending a change to one page takes."""
+"""Seconds that it takes to send a change to one page."""
 _BUSY_PERIOD = 0.25
 """Seconds between two rebuilds of a view that changes without notification."""
 _PERIOD = 1.5
 """Seconds between two rebuilds of any other view, which other replicas may have changed."""
 _LOOK_SECONDS = 5.0
-"""Seconds between two checks whether a page may still receive fragments, while nothing changes."""
+"""While nothing changes, seconds between two checks whether a page may still receive fragments."""
 _LATE_SECONDS = 10.0
-"""Seconds after which the pages report that the view could not be rebuilt yet."""
+"""If a view cannot be rebuilt for this many seconds, its pages report that."""
 _MOST_VIEWS = 512
 _THREADS = 2
-"""Views that are rebuilt at the same time."""
+"""Maximum number of views that are rebuilt at the same time."""
 _LATE = (
     "The store does not answer, or the service has too much to do: what is shown is from before. "
     "/readyz and the log of the service say more."

@@ -1,7 +1,7 @@
 """Browser sessions: the credential that a user submitted in the login form, by the id in a cookie.
 
-Only pages accept the cookie, and they refuse forms that other sites submit; the API ignores cookies. A session holds the credential and not
-its identity: the policy is consulted at each request, so the session ends when the token does.
+Only pages accept the cookie, and they refuse forms that other sites submit. The API ignores cookies. A session stores the credential instead of
+the identity: each request checks the policy again, so the session ends when the token is no longer valid.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Sessions:
 
 
 def session_in(request: Request) -> str:
-    """The session id in a request's cookie; empty if there is none."""
+    """The session id in a request's cookie; empty if the request has no cookie."""
     return request.cookies.get(_cookie_name(request), "")
 
 
@@ -99,6 +99,6 @@ def forget(request: Request, response: Response) -> None:
 
 
 def _cookie_name(request: Request) -> str:
-    """A name for each port, because browsers share cookies between ports; under TLS, a name that no other host can set."""
+    """The cookie's name. It contains the port, because browsers share cookies between ports. Under TLS, other hosts cannot set it."""
     prefix = "__Host-" if came_by_tls(request) else ""
     return f"{prefix}{_COOKIE}-{request.url.port or 0}"

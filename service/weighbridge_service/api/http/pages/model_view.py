@@ -29,7 +29,7 @@ from weighbridge_service.api.http.pages.viewer import Viewer
 from weighbridge_service.exports.jobs import ExportJob
 
 _ADAPTERS = 20
-"""Adapters of a model that its page names."""
+"""Maximum number of adapters that a model's page lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ModelFacts:
         training: whether it has training states.
         page: a page of its versions.
         protections, requests: protections of its refs, and requests to change them.
-        gate, retention: rules by which versions are held, and kept.
+        gate, retention: rules that determine which versions are held, and which are kept.
         exports: its exports, newest first.
         engines: the engines that serve it, as their agents report.
     """
@@ -92,7 +92,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPart:
-    """Rules by which versions are kept and held, and whether the viewer may preview a collection."""
+    """Rules that determine which versions are kept and held, and whether the viewer may preview a collection."""
 
     model: str
     retention: Retention
@@ -134,7 +134,7 @@ def model_view(facts: ModelFacts, viewer: Viewer, now_ms: int) -> ModelView:
 
 
 def is_busy(view: ModelView) -> bool:
-    """Whether the service is receiving, storing or exporting a version, so that the page changes without notification."""
+    """Whether the service is receiving, storing or exporting a version. If so, the page changes without notification."""
     exporting = any(not row.job.state.ended for row in view.exports.rows)
     moving = any(
         each.state in (VersionState.READY, VersionState.VERIFIED) and not each.error

@@ -1,4 +1,4 @@
-"""Route class of pages: the sender of a request by header or session, the content security policy, and errors as pages."""
+"""Route class of pages. It identifies the sender by header or session, sets the content security policy, and renders errors as pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""View of pushes in progress: the progress of each push and its ranks, what it waits for, and when it is aborted. Pure."""
+"""View of pushes in progress: the progress of each push and its ranks, what the push waits for, and when it is aborted. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from weighbridge_service.api.http.pages.timeline_view import VersionPage
 from weighbridge_service.push.machine.rank_progress import PushProgress
 
 SHOWN = 1024
-"""Ranks that are shown as cells at most."""
+"""Maximum number of ranks that are shown as cells."""
 _QUIET_MS = 3000
-"""Milliseconds without a request from any rank after which the page shows so, and when the push will be aborted."""
+"""If no rank sends a request for this many milliseconds, the page reports that, and when the push will be aborted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Reader of the facts that views show: from one read of a model's head, this process's own state, and the manifest."""
+"""Reader of the facts that views show. It combines one read of a model's head, this process's own state, and the manifest."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from weighbridge_storage.versions.manifest import Manifest
 from weighbridge_storage.versions.reading import read_manifest
 
 MODELS = 100
-"""Models on a page."""
+"""Number of models on a page."""
 VERSIONS = 50
-"""Versions on a page."""
+"""Number of versions on a page."""
 _NEWEST = 4
-"""Newest versions of each model that are read for its line in the list of models."""
+"""Number of newest versions of each model that are read for its line in the list of models."""
 _EXPORTS = 10
 _KEPT_TENSORS = 200_000
-"""Tensors in the cached contents of versions, at most."""
+"""Maximum number of tensors in the cached contents of versions."""
 _KEPT_SIGNED = 256
 _SIGNED_SECONDS = 10.0
-"""Seconds for which the signatures of a version are cached; the store does not notify of new ones."""
+"""The signatures of a version are cached for this many seconds, because the store does not notify the service of new ones."""
 _Sees = Callable[[str], bool]
 
 

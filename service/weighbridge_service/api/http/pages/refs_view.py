@@ -18,9 +18,9 @@ from weighbridge._core.resources import (
 from weighbridge_service.api.http.pages.viewer import Viewer
 
 OFFERED = 30
-"""Versions that a form offers at most."""
+"""Maximum number of versions that a form offers."""
 _RECENT = 5
-"""Ended requests that are shown at most."""
+"""Maximum number of ended requests that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class RefRow:
         moves_by_itself: whether the service moves it (``live`` and ``latest``).
         protection: its protection; None if any identity that may move tags may move it.
         may_change: whether the viewer may move it, or request that.
-        asks: whether a change needs approvals, so that the form makes a request.
+        asks: whether a change requires approvals. If so, the form makes a request.
     """
 
     ref: str

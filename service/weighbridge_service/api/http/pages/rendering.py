@@ -1,4 +1,4 @@
-"""Rendering of views as HTML: each field of a view by the template with the field's name."""
+"""Rendering of views as HTML. The template with a field's name renders the field."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weighbridge_service.runtime.clock import unix_ms
 _FOLDER = Path(__file__).parent
 _ASSETS = {"page.css": "text/css; charset=utf-8", "page.js": "text/javascript; charset=utf-8"}
 _KEPT = 32 << 20
-"""Characters of cached fragments at most, plus `_REMEMBERING` for each fragment."""
+"""Maximum number of characters of cached fragments. Each fragment counts `_REMEMBERING` characters more."""
 _REMEMBERING = 500
 """Overhead of a cached fragment, in characters."""
 

@@ -34,13 +34,13 @@ _SEND_SECONDS = 30.0
 """Timeout for sending an event to a browser that does not read it."""
 _LONGEST_QUERY = 300
 _AT_ONCE = 8
-"""Pages that are built at the same time."""
+"""Maximum number of pages that are built at the same time."""
 _SAMPLED = 2
-"""Tensors that are sampled at the same time."""
+"""Maximum number of tensors that are sampled at the same time."""
 _ANSWER_SECONDS = 10.0
 """Timeout for building a page, after which the response is an error."""
 _PICTURE_SECONDS = 600
-"""Seconds for which a browser caches a picture. Limited, because a new model of the same name may reuse the version's number."""
+"""A browser caches a picture for this many seconds. The time is limited because a new model of the same name may reuse the version's number."""
 
 Before = Annotated[int, Query(ge=0, le=MAX_VERSION)]
 Search = Annotated[str, Query(max_length=_LONGEST_QUERY)]
@@ -207,7 +207,7 @@ class _Pages:
     def answer(
         self, kind: str, made: tuple[Any, Fragments], viewer: Viewer, events: str, **values: Any
     ) -> HTMLResponse:
-        """The response with a page. The page follows its view at the path ``events``; the query has the `_FOLLOWED` values that are not empty."""
+        """The response with a page. The page follows its view at the path ``events``, whose query contains the `_FOLLOWED` values that are not empty."""
         view, fragments = made
         page = self._renderer.page(
             kind,
@@ -242,4 +242,4 @@ class _Pages:
 
 
 _FOLLOWED = ("q", "after", "before", "first")
-"""Query parameters of a page that its event stream takes as well."""
+"""Query parameters of a page that its event stream accepts as well."""

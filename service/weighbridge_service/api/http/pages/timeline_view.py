@@ -20,9 +20,9 @@ from weighbridge_service.push.machine.rank_progress import PushProgress
 
 _UNKNOWN = PushProgress()
 _OUTLIERS = 10
-"""At most one of this many bars is clipped, so that the other bars remain distinguishable."""
+"""At most one in this many bars is clipped, so that the other bars remain distinguishable."""
 _COMPARED = 2
-"""Versions that are compared."""
+"""Number of versions that are compared."""
 _FAR = 2
 """Factor by which the longest bar must exceed the others to be clipped."""
 

@@ -21,7 +21,7 @@ from weighbridge_service.api.http.pages.viewer import Viewer
 from weighbridge_service.push.machine.rank_progress import PushProgress
 
 TENSORS = 100
-"""Tensors on a page."""
+"""Number of tensors on a page."""
 _DETAILS = 50
 
 
@@ -57,7 +57,7 @@ class VersionFacts:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of a version's life cycle: the state, when the version reached it, and how long that took; 0 and empty if it has not."""
+    """A step of a version's life cycle: the state, when the version reached it, and how long that took; 0 and empty if it has not reached it."""
 
     state: str
     at_ms: int
@@ -140,7 +140,7 @@ class Tensors:
     Attributes:
         model, number: model and number of the version.
         rows: the tensors.
-        query: the text that names were searched for.
+        query: the string that names were searched for.
         first: index of the page's first tensor among those found.
         found, total: number of tensors found, and of all tensors.
         pictures: whether the viewer may see their distributions.
@@ -187,7 +187,7 @@ def version_view(
         facts: facts about the version.
         viewer: the page's viewer.
         now_ms: the time, in milliseconds since 1970 UTC.
-        query: text that the names of the shown tensors contain.
+        query: string that the names of the shown tensors contain.
         first: index of the first shown tensor among these.
     """
     version, progress = facts.version, facts.progress
@@ -214,7 +214,7 @@ def version_view(
 
 
 def is_busy(view: VersionView) -> bool:
-    """Whether the version is being received, verified or stored, so that the page changes without notification."""
+    """Whether the version is being received, verified or stored. If so, the page changes without notification."""
     state = view.head.said.version.state
     return state.receiving or state in (VersionState.READY, VersionState.VERIFIED)
 

@@ -1,4 +1,4 @@
-"""Viewer of pages: an identity's permissions as a hashable value, so that live views are shared among equal viewers. Pure."""
+"""Viewer of pages: an identity's permissions as a hashable value. Viewers with equal permissions share live views. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Viewer:
         scopes: its permissions.
         proven: whether the viewer has proved the identity by a credential.
         signed_in: whether the credential comes from a session, which the viewer can end.
-        can_sign_in: whether the service knows tokens.
+        can_sign_in: whether the service accepts tokens.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """View of two versions of a model side by side: facts, metadata, and the tensors that differ by their digests. Pure.
 
-No weights are read. Tensors whose stored bytes have equal digests are equal; the others have changed, and ``weighbridge diff`` measures by how
-much.
+The comparison does not read weights. Tensors whose stored bytes have equal digests are equal. All others have changed; ``weighbridge diff``
+measures by how much.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from weighbridge_service.api.http.pages.side_by_side.contents import Contents, T
 from weighbridge_service.api.http.pages.side_by_side.metadata_columns import Cell, cell_of, is_number
 
 LAYERS = 200
-"""Layers on a page at most."""
+"""Maximum number of layers on a page."""
 NAMES = 50
-"""Tensors that are named for each kind of difference at most."""
+"""Maximum number of tensors that are named for each kind of difference."""
 
 
 @dataclass(frozen=True, slots=True)

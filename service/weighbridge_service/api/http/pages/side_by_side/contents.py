@@ -43,5 +43,5 @@ class Contents:
 
 
 def in_order(name: str) -> list[str | int]:
-    """Sort key of a tensor's name, by which ``layers.2`` comes before ``layers.10``."""
+    """Sort key of a tensor's name. It sorts ``layers.2`` before ``layers.10``."""
     return [int(part) if part.isdecimal() else part for part in _NUMBERS.split(name)]

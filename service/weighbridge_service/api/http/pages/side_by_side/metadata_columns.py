@@ -26,7 +26,7 @@ class Cell:
     """A value in a table.
 
     Attributes:
-        text: the value, shortened; empty if the version has none.
+        text: the value, shortened; empty if the version does not have it.
         title: a longer form, if the text is shortened.
         number: whether the value is a number.
     """
@@ -52,7 +52,8 @@ class MetadataColumns:
 
 
 def metadata_columns(versions: Sequence[Version]) -> MetadataColumns:
-    """The columns of these versions. Keys are sorted by the number of versions with a numeric value, then with any value, then by name."""
+    """The columns of these versions. Keys are sorted by the number of versions with a numeric value, then by the number with any value, then by
+    name."""
     kept = {version.number: readable_metadata(by_trainer(version.metadata)) for version in versions}
     there = Counter(key for metadata in kept.values() for key in metadata)
     numbers = Counter(

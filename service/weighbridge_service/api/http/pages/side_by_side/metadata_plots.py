@@ -24,7 +24,7 @@ _FEWEST = 2
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A value of a version: its place in the picture, and its text."""
+    """A value of a version: its position in the picture, and its text."""
 
     x: int
     y: int
