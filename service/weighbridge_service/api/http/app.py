@@ -308,9 +308,8 @@ def _exports_router(exports: Exports) -> APIRouter:
     )
     async def follow_export(job_id: JobId, request: Request) -> EventSourceResponse:
         """Follow an export until it ends."""
-        asked(
-            request, Verb.LOOK, job_id
-        )  # if the job does not exist, the response is a problem document instead of a broken stream
+        # before the stream begins, so that the response for a missing job is a problem document
+        asked(request, Verb.LOOK, job_id)
         standing = Standing(request)
 
         async def events() -> AsyncIterator[ServerSentEvent]:
