@@ -79,8 +79,8 @@ class EngineRegistry:
         self._shares.add(entry.owner.quota, -1)
 
     def _make_room(self, entry: Entry, now_s: float) -> None:
-        """Remove forgotten entries and gone ones that the new agent replaces, then all gone ones if there is still no room. The caller holds
-        the lock. Raises ResourceExhausted.
+        """Remove forgotten entries, and entries of gone engines that the new agent replaces. If the registry is still full, remove the
+        entries of all gone engines. The caller holds the lock. Raises ResourceExhausted.
         """
         for there in list(self._entries.values()):
             replaced = bool(entry.report.address) and there.place == entry.place

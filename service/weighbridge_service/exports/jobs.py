@@ -223,7 +223,7 @@ class Exports:
         A job that is writing ends a moment later, at its next report of progress.
 
         Raises:
-            NotFound: there is no such job.
+            NotFound: the job does not exist.
         """
         with self._lock:
             entry = self._entry(job_id)
@@ -240,7 +240,7 @@ class Exports:
             unwanted: returns whether to stop earlier; called at each poll.
 
         Raises:
-            NotFound: there is no such job, or it has been forgotten.
+            NotFound: the job does not exist, or its record was removed.
         """
         last = self.get(job_id)
         yield last

@@ -81,7 +81,7 @@ def _registered() -> Mapping[str, metadata.EntryPoint]:
     }
     for entry in metadata.entry_points(group=GROUP):
         if entry.dist is not None and entry.dist.name == _DISTRIBUTION:
-            continue  # an installed release beside the running code, for example when running from a source tree
+            continue  # an installed release in addition to the running code, for example when running from a source tree
         there = found.setdefault(entry.name, entry)
         if there.value != entry.value:  # an editable installation may be listed twice
             raise FailedPrecondition(

@@ -321,7 +321,7 @@ def _check_shift(rule: Rule) -> None:
 def _numbers(
     rule: Rule, shapes: Mapping[str, Shape], by_kind: Mapping[str, Sequence[tuple[int, ...]]]
 ) -> Iterator[tuple[int, int]]:
-    """Layer and expert of each tensor that may match a rule; 0 if the rule has no such field."""
+    """Layer and expert of each tensor that may match a rule; 0 if the rule does not have this field."""
     indexed = _INDEXED.match(rule.hugging_face[0])
     template = indexed[1] if indexed else rule.hugging_face[0]
     fields = _FIELD.findall(template)

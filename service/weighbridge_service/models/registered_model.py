@@ -239,7 +239,7 @@ class RegisteredModel:
         """Store a declared layout under its digest.
 
         Raises:
-            InvalidArgument: the layout has Megatron-core's names, and the model has no weight map.
+            InvalidArgument: the layout contains Megatron-core's names, but the model has no weight map.
         """
         if space == TensorSpace.MEGATRON and self.listed is not None and not self.by_version:
             raise _not_mapped(self)

@@ -43,7 +43,7 @@ def cast_specs(
         scales: names of tensors that are scales of quantised weights.
 
     Raises:
-        InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast (an fp8 tensor has no meaning without its scales,
+        InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast (an fp8 tensor is meaningless without its scales,
             and scales in another dtype change the weights).
     """
     if not dtype.is_float:

@@ -259,7 +259,7 @@ class Declarations:
             raise AlreadyExists(f"rank {rank} of {self.name} belongs to another process")
 
     def check_same(self, rank: int, client_id: str, digest: str) -> None:
-        """Compare a declaration with the recorded one of its rank, if there is one.
+        """Compare a declaration with the recorded declaration of its rank, if one exists.
 
         Raises:
             AlreadyExists: another process has declared this rank, or the rank has declared to another replica.

@@ -72,7 +72,7 @@ def prepare_push(
         files: layout of the files to write.
         relate: returns the map between the ranks' tensor space and that of the files.
         homes: for each rank the number of the replica of the service that it pushes to; empty if there is only one.
-        space: tensor space of the ranks. Megatron-core marks the main replica of each shard. Hugging Face's space has no such mark, because a
+        space: tensor space of the ranks. Megatron-core marks the main replica of each shard. Hugging Face's space does not, because a
             DTensor does not know meshes other than its own.
 
     Raises:

@@ -39,7 +39,7 @@ class Approval:
         extra: fields that this release does not know.
 
     Raises:
-        InvalidArgument: a time is out of bounds, or a text longer than `MAX_TEXT` or not printable.
+        InvalidArgument: a time is out of bounds, or a string is longer than `MAX_TEXT` or not printable.
     """
 
     by: str
@@ -80,7 +80,7 @@ class VersionEntry:
         extra: fields that this release does not know.
 
     Raises:
-        InvalidArgument: a number is out of bounds, or a text longer than `MAX_TEXT` or not printable.
+        InvalidArgument: a number is out of bounds, or a string is longer than `MAX_TEXT` or not printable.
     """
 
     number: int
@@ -150,7 +150,7 @@ class OpenEntry:
         extra: fields that this release does not know.
 
     Raises:
-        InvalidArgument: a number is out of bounds, or a text longer than `MAX_TEXT` or not printable.
+        InvalidArgument: a number is out of bounds, or a string is longer than `MAX_TEXT` or not printable.
     """
 
     number: int
@@ -200,7 +200,7 @@ class FailedEntry:
         extra: fields that this release does not know.
 
     Raises:
-        InvalidArgument: a number is out of bounds, or a text longer than `MAX_TEXT` or not printable.
+        InvalidArgument: a number is out of bounds, or a string is longer than `MAX_TEXT` or not printable.
     """
 
     number: int

@@ -408,7 +408,7 @@ def check_version_file_name(name: str) -> str:
 
 
 def check_files_id(files_id: str) -> str:
-    """Returns ``files_id`` if it can name the folder of registered files: one component of a key, or empty if there is no such folder.
+    """Returns ``files_id`` if it can name the folder of registered files: one component of a key, or empty if no files are registered.
 
     Raises:
         InvalidArgument: it is malformed.

@@ -123,9 +123,7 @@ class HeadStore:
         return None if known is None else known.head
 
     def read_lately(self, model: ModelName, seconds: float) -> Head | None:
-        """The head, if it was read within the last ``seconds`` and this replica has not written a head since. Does not make a request to
-        the store.
-        """
+        """The head, if it was read within the last ``seconds`` and this replica has not written a head since. Does not access the store."""
         known = self._known.get(model)
         since = max(time.monotonic() - seconds, self._changed)
         return None if known is None or known.asked < since else known.head

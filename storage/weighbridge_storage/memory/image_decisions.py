@@ -112,8 +112,8 @@ def decide(nbytes: int, memory: Space, disk: Space) -> Decision:
 
     Args:
         nbytes: bytes of its region.
-        memory: room in memory.
-        disk: room on disk; `NO_SPACE` if the image may not lie there.
+        memory: space in memory.
+        disk: space on disk; `NO_SPACE` if the image must not be on disk.
     """
     found = offer(nbytes, memory, in_memory=True) or offer(nbytes, disk, in_memory=False)
     if found is not None:
@@ -122,7 +122,7 @@ def decide(nbytes: int, memory: Space, disk: Space) -> Decision:
 
 
 def offer(nbytes: int, space: Space, *, in_memory: bool) -> Reuse | Make | GiveBack | None:
-    """Way to place an image in one kind of room; None if there is none now."""
+    """Way to place an image in one kind of space; None if it does not fit now."""
     fitting = [
         (index not in space.own, capacity, index)
         for index, capacity in enumerate(space.free)
@@ -144,13 +144,13 @@ def fits(nbytes: int, capacity: int) -> bool:
 
 
 def without_free(space: Space, count: int) -> Space:
-    """The room after the ``count`` least recently used free regions are returned."""
+    """The space after the ``count`` least recently used free regions are returned."""
     gone = sum(space.free[:count])
     return replace(space, free=space.free[count:], available=space.available + gone, own=frozenset())
 
 
 def shortage(nbytes: int, memory: Space, disk: Space) -> str:
-    """Reason why there is no room for an image now, with the figures."""
+    """Reason why there is no space for an image now, with the figures."""
     return f"{readable_size(nbytes)} do not fit: {_figures('memory', memory)}; {_figures('disk', disk)}"
 
 
@@ -166,12 +166,12 @@ def _figures(name: str, space: Space) -> str:
 
 
 def remedy(nbytes: int, memory: Space, disk: Space, *, beside: int = 0) -> str:
-    """Advice on how to get room for an image, in memory or on disk.
+    """Advice on how to get space for an image, in memory or on disk.
 
     Args:
         nbytes: bytes of its region.
-        memory: room in memory.
-        disk: room on disk.
+        memory: space in memory.
+        disk: space on disk.
         beside: bytes of images in memory that stay there.
     """
     if disk.budget < nbytes:
@@ -180,7 +180,7 @@ def remedy(nbytes: int, memory: Space, disk: Space, *, beside: int = 0) -> str:
 
 
 def more_memory(nbytes: int, memory: Space) -> str:
-    """Advice on how to let images have so much memory."""
+    """Advice on how to give images this much memory."""
     if nbytes <= memory.most:
         return f"serve with --memory-budget {-(-nbytes >> 20)}MiB or more"
     missing = readable_size(nbytes - memory.most)

@@ -391,7 +391,7 @@ class ImagePool:
     def _give_back(self, image: Image, region: Region) -> None:
         holding = image.holding
         if region.was_left_open and not region.in_memory:
-            # not every file system knows which processes have a file open; its room is freed when the last reader closes it
+            # not every file system knows which processes have a file open; its space is freed when the last reader closes it
             with self._changed:
                 self._books.forget(region.capacity, in_memory=False)
                 self._changed.notify_all()
@@ -425,7 +425,7 @@ class ImagePool:
     @staticmethod
     def _is_let_go(region: Region, until: float) -> bool:
         if not region.in_memory:
-            return True  # not every file system knows which processes have a file open; its room is freed with the last reader
+            return True  # not every file system knows which processes have a file open; its space is freed with the last reader
         region.left_open()
         while region.in_use_elsewhere():
             if time.monotonic() > until:

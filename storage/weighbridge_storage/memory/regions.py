@@ -42,7 +42,7 @@ class _PlainPages:
     """State of the fallback to small pages on this machine, which is logged once.
 
     Attributes:
-        reason: why huge pages are no longer tried; empty if they are.
+        reason: reason why huge pages are no longer tried; empty while they are tried.
     """
 
     def __init__(self) -> None:

@@ -65,7 +65,7 @@ def digest_file(
     Args:
         files: layout of the version's tensors in its files.
         name: name of the file.
-        data: its bytes, header included.
+        data: its bytes, including the header.
         go_on: called every few MiB. An error that it raises ends the pass.
         sha256: whether to make SHA-256 of the file as well.
     """

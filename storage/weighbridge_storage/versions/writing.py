@@ -106,7 +106,7 @@ def differs_from(parent: Manifest, name: str, data: ByteArray, go_on: Callable[[
     Args:
         parent: the manifest of the other version.
         name: name of the file.
-        data: its bytes, header included.
+        data: its bytes, including the header.
         go_on: called from time to time. An error that it raises ends the comparison.
     """
     before = parent.files.get(name)
@@ -153,7 +153,7 @@ def write_weights(
         model: the model.
         number: number of the version.
         name: name of the file.
-        data: its bytes, header included.
+        data: its bytes, including the header.
         go_on: called from time to time. An error that it raises ends the write.
 
     Raises:

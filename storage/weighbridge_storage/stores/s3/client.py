@@ -67,7 +67,7 @@ class Unfinished:
     """An upload that is neither completed nor aborted.
 
     Attributes:
-        name: name of the object that it would create.
+        name: name of the object that the upload would create.
         upload: its id.
         age_s: its age in seconds, by the server's clock.
     """

@@ -69,7 +69,7 @@ def status_of(error: Exception) -> int:
 
 
 def code_of(error: Exception) -> str:
-    """S3's name for an error, e.g. ``NoSuchKey``; for a HEAD, whose response has no body, the status; may be empty."""
+    """S3's name for an error, e.g. ``NoSuchKey``. For a HEAD, whose response has no body, the status. May be empty."""
     return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else ""
 
 

@@ -70,7 +70,7 @@ class Reads:
         """Bytes of an object.
 
         Raises:
-            InvalidArgument: the range does not lie within the object.
+            InvalidArgument: the range is not within the object.
         """
         if start < 0 or length <= 0:  # HTTP cannot express such ranges
             size = self.head(name, what).size
