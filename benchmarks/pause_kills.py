@@ -27,6 +27,7 @@ import torch
 from benchmarks import processes
 from benchmarks.pause import Peer, trainer_of
 from benchmarks.pause_models import CONFIGS, MODEL, write_model
+from tests.support.ports import reserved_ports
 from weighbridge import EngineClient
 from weighbridge.errors import WeighbridgeError
 
@@ -74,7 +75,7 @@ class Stage:
         self._logs = arguments.logs or folder
         self._stacks: dict[str, ExitStack] = {}
         self._pids: dict[str, int] = {}
-        self._port, http = processes.free_port(), processes.free_port()
+        self._port, http = reserved_ports(2)
         self.address, self.url = f"127.0.0.1:{self._port}", f"http://127.0.0.1:{http}"
         self._engine_port = http
         self._hf, self._bytes = write_model(folder, arguments.model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -43,13 +42,6 @@ def end_tidily() -> None:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, end)
-
-
-def free_port() -> int:
-    """A free port on loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -30,6 +30,7 @@ import torch
 from benchmarks import processes
 from benchmarks.pause import Peer, copy_seconds, trainer_of
 from benchmarks.pause_models import CONFIGS, MODEL, config_of, write_model
+from tests.support.ports import reserved_ports
 from weighbridge import EngineClient
 from weighbridge.errors import WeighbridgeError
 from weighbridge.follow.proving import prove
@@ -108,7 +109,7 @@ def suppress_missing() -> Iterator[None]:
 @contextmanager
 def sglang(arguments: argparse.Namespace, server: str, log: Path) -> Iterator[str]:
     """URL of a SGLang that was started from the service."""
-    port = processes.free_port()
+    (port,) = reserved_ports(1)
     command = [
         *(arguments.python, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port)),
         *("--model-path", f"weighbridge://{server}/{MODEL}@latest", "--served-model-name", MODEL),
