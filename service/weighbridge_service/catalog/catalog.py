@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -398,11 +398,23 @@ class Catalog:
 
     # --- versions
 
-    def give_up_abandoned(self, name: ModelName) -> History:
-        """Close the open versions whose lease has expired. Returns the history after that."""
-        now_ms = unix_ms()
-        self.heads.update(name, lambda head: (give_up_abandoned(head, now_ms), None))
-        return self.history(name)
+    def without_orphans(self, name: ModelName, history: History, numbers: Iterable[int]) -> History:
+        """History in which these open versions are closed if they are orphaned: their lease has expired, and this process does not receive
+        them.
+
+        Otherwise a caller would see such a version as being received until another push to the model closes it.
+        """
+        now_ms, opened = unix_ms(), history.head.open
+        if not any(
+            opened[each].until_ms < now_ms and self.snapshots.get(name, each) is None for each in numbers
+        ):
+            return history
+        try:
+            self.heads.update(name, lambda head: (give_up_abandoned(head, now_ms), None))
+            return self.history(name)
+        except WeighbridgeError as error:  # this process may lack permission to write, or the store fails
+            log.debug("the orphaned versions of %s cannot be closed: %s", name, error)
+            return history
 
     def get_version(self, name: str, version: str) -> Version:
         """One version, by number or ref, in any state. Raises NotFound."""
@@ -463,6 +475,8 @@ class Catalog:
         known = self.snapshots.of_model(model_name)
         # read after the snapshots, so that it contains versions that have become durable since
         history = self.history(model_name)
+        if include_invisible:
+            history = self.without_orphans(model_name, history, history.head.open)
         return page_of(model_name, history, known, before, limit, include_invisible=include_invisible)
 
     def refs(self, name: str) -> dict[str, int]:
@@ -525,6 +539,8 @@ class Catalog:
                 if found is None:
                     raise
                 return found
+            if invisible:
+                history = self.without_orphans(name, history, history.head.open.keys() & {number_in(version)})
         snapshots = self.snapshots.of_model(name)  # once: the ``live`` version may fail at any time
         refs = refs_of(history.head, snapshots)
         number = number_in(version)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -11,9 +10,7 @@ from weighbridge._core.resources import RECEIVING, REF_LIVE, Version, VersionSta
 from weighbridge.errors import NotFound, WeighbridgeError
 from weighbridge_service.catalog.catalog import AWAY, Catalog
 from weighbridge_service.catalog.head_versions import number_in
-from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.names import ModelName
-from weighbridge_storage.head.head import Head
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +58,8 @@ def look(catalog: Catalog, name: ModelName, questions: Iterable[Question]) -> di
         return {question: _without_store(catalog, name, question, error) for question in questions}
     if history is None:
         return {question: _unregistered(catalog, name, question) for question in questions}
-    if any(
-        question.invisible and _is_overdue(catalog, name, history.head, question.version)
-        for question in questions
-    ):
-        # otherwise the caller waits until another process closes the version
-        with suppress(WeighbridgeError):  # this process may lack permission to write, or the store fails
-            history = catalog.give_up_abandoned(name)
+    asked = {number_in(each.version) for each in questions if each.invisible}
+    history = catalog.without_orphans(name, history, history.head.open.keys() & asked)
     answers: dict[Question, Answer] = {}
     for question in questions:
         if question.version == RECEIVING:
@@ -107,15 +99,6 @@ def _unregistered(catalog: Catalog, name: ModelName, question: Question) -> Answ
         except NotFound as error:
             return Unregistered(error.message, fix=error.fix)
     return Unregistered(f"there is no model {name}", fix="register it first")
-
-
-def _is_overdue(catalog: Catalog, name: ModelName, head: Head, version: str) -> bool:
-    """Whether an open version is orphaned: its lease has expired, and this process does not receive it."""
-    number = number_in(version)
-    entry = None if number is None else head.open.get(number)
-    return (
-        entry is not None and entry.until_ms < unix_ms() and catalog.snapshots.get(name, entry.number) is None
-    )
 
 
 def _found(catalog: Catalog, name: ModelName, version: Version) -> Found:

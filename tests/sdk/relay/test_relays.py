@@ -298,7 +298,8 @@ def test_a_version_that_is_lost_before_it_is_stored_is_pushed_again(
 
     with ExitStack() as stack:
         replicas = [
-            stack.enter_context(running_service(tmp_path / "store", drain_seconds=0.2)) for _ in range(2)
+            stack.enter_context(running_service(tmp_path / "store", drain_seconds=0.2, open_lease=5.0))
+            for _ in range(2)
         ]
         client = stack.enter_context(TrainerClient(",".join(each.address for each in replicas)))
         going = relay(client)

@@ -52,12 +52,10 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def serving(location: Path, count: int) -> Iterator[list[RunningService]]:
+def serving(location: Path, count: int, **settings: Any) -> Iterator[list[RunningService]]:
     with ExitStack() as stack:
-        running = [
-            stack.enter_context(running_service(location, advertise="127.0.0.1:0", drain_seconds=0.5))
-            for _ in range(count)
-        ]
+        settings = {"advertise": "127.0.0.1:0", "drain_seconds": 0.5, **settings}
+        running = [stack.enter_context(running_service(location, **settings)) for _ in range(count)]
         # ranks count on those of another replica only once that is known
         eventually(lambda: all(len(each.service.directory.others()) == count - 1 for each in running))
         yield running
@@ -186,3 +184,24 @@ def test_a_version_that_is_aborted_and_opened_again_at_once_stays_aborted(
             eventually(lambda: number in running[1].service.catalog.head(NAME).failed)  # noqa: B023
             assert told(running[1], number)["state"] == "aborted"
             assert told(running[1], number)["error"] == "changed my mind"
+
+
+@pytest.mark.parametrize("first", ["one", "list"])
+def test_a_version_whose_only_replica_is_gone_is_told_as_failed_once_its_lease_has_expired(
+    tmp_path: Path, source: TinyModel, first: str
+) -> None:
+    with serving(tmp_path / "store", 1, open_lease=0.5) as (running,), ExitStack() as stack:
+        stack.enter_context(TrainerClient(running.address)).register_files(MODEL, source.files)
+        number = declared(stack.enter_context(RawClient(running.address)), source, "r/1")
+    with serving(tmp_path / "store", 1) as (restarted,), EngineClient(restarted.address) as engine:
+
+        def state() -> VersionState:
+            if first == "one":
+                return engine.version(MODEL, number).state
+            (version,) = engine.versions(MODEL, include_invisible=True)
+            return version.state
+
+        eventually(lambda: state() is VersionState.FAILED)
+        found = told(restarted, number)
+    assert (found["state"], found["step"], found["run"]) == ("failed", 7, "night")
+    assert "abandoned" in found["error"]

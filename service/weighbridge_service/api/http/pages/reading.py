@@ -98,6 +98,7 @@ class Reader:
         service, model = self._service, ModelName.parse(name)
         known = service.catalog.snapshots.of_model(model)
         history = service.catalog.history(model)
+        history = service.catalog.without_orphans(model, history, history.head.open)
         head = history.head
         versions = page_of(model, history, known, before, VERSIONS + 1, include_invisible=True)
         found = summary_from_head(model, head, service.catalog.refs_of(model, head))
