@@ -42,7 +42,7 @@ class DeclaredLayouts:
         """
         found = self._held.get(digest) or self._model.declared_layout(digest)
         if found is None:
-            raise FailedPrecondition("a declared layout has been forgotten", fix="push again")
+            raise FailedPrecondition("the service no longer has a declared layout", fix="push again")
         return found
 
     def let_go(self, needed: Callable[[str], bool]) -> None:

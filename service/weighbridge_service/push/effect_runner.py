@@ -327,7 +327,7 @@ class EffectRunner:
     def _hand_over(self, to: Home, state: PushState, agreed: Agreement) -> None:
         seconds = state.until - time.monotonic()
         if seconds <= 0:
-            raise DeadlineExceeded("there was no time left")
+            raise DeadlineExceeded("no time was left for the handover")
         declared = state.declarations.declared
         ranks = [(declared[rank].client_id, declared[rank].digest) for rank in sorted(declared)]
         entry, spread, share = self._opened(state), agreed.prepared.spread, None
@@ -398,7 +398,9 @@ class EffectRunner:
         try:
             self._exchange.clear()
         except WeighbridgeError as error:  # the next collection does it
-            log.info("%s: what the replicas have told each other stays for now: %s", state.name, error)
+            log.info(
+                "%s: the documents that replicas exchanged stay in the store for now: %s", state.name, error
+            )
 
 
 def _agreed(state: PushState) -> Agreement:
@@ -412,6 +414,6 @@ def _unexpected(effect: do.Effect, error: Exception) -> WeighbridgeError:
         case do.MakePlan():
             return WeighbridgeError(f"the push could not be planned: {type(error).__name__}")
         case do.AcquireImage():
-            return WeighbridgeError(f"no image could be made: {error!r}")
+            return WeighbridgeError(f"the image could not be allocated: {error!r}")
         case _:
             return Unavailable(f"{effect} failed: {error!r}")

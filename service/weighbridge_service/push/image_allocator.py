@@ -109,7 +109,7 @@ class ImageAllocator:
             try:
                 self.make_ahead(model, names)
             except WeighbridgeError as error:
-                log.info("no memory was made ahead for %s: %s", model.name, error.message)
+                log.info("no memory was allocated in advance for %s: %s", model.name, error.message)
             finally:
                 with self._lock:
                     self._making.discard(model.name)
@@ -117,7 +117,7 @@ class ImageAllocator:
         try:
             threading.Thread(target=make, name=f"ahead-{model.name}", daemon=True).start()
         except RuntimeError as error:  # too many threads: the next push allocates its memory when it needs it
-            log.info("no memory was made ahead for %s: %s", model.name, error)
+            log.info("no memory was allocated in advance for %s: %s", model.name, error)
             with self._lock:
                 self._making.discard(model.name)
 

@@ -206,8 +206,8 @@ class Intake:
             raise Unavailable("the service is shutting down")
         if self._spreading:
             raise FailedPrecondition(
-                "with --advertise, which files of a version this service puts together is known only when it is planned",
-                fix="push once: memory for the next version is made meanwhile",
+                "with --advertise, which files of a version this service assembles is known only when the version is planned",
+                fix="push once: memory for the next version is allocated meanwhile",
             )
         model = self._catalog.model(ModelName.parse(name))
         names = model.files.file_sizes.keys()

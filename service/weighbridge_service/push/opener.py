@@ -143,13 +143,13 @@ class Opener:
         """
         model_name = ModelName.parse(name)
         if at_least and not model_name.part:
-            raise InvalidArgument(f"the numbers of versions of {name} are not chosen by who pushes them")
+            raise InvalidArgument(f"the caller may not choose the version numbers of {name}")
         if not 0 <= at_least <= MAX_VERSION:
-            raise InvalidArgument(f"{at_least} is no version number")
+            raise InvalidArgument(f"{at_least} is not a version number")
         if not 1 <= ranks <= _MAX_RANKS:
-            raise InvalidArgument(f"{ranks} ranks are not between 1 and {_MAX_RANKS}")
+            raise InvalidArgument(f"the push has {ranks} ranks, not between 1 and {_MAX_RANKS}")
         if call_age_s is not None and not 0.0 <= call_age_s <= _LONGEST_S:
-            raise InvalidArgument(f"a push was not called for {call_age_s} seconds ago")
+            raise InvalidArgument(f"a push cannot have been called for {call_age_s} seconds ago")
         if not 0 <= step < 1 << 53:
             raise InvalidArgument(f"step {step} is not between 0 and 2**53")
         for what, text in (("run", run), ("request_id", request_id), ("client_id", client_id)):
@@ -167,8 +167,8 @@ class Opener:
             return there
         if model_name.part and at_least >= self._catalog.register_part(model_name).next_version:
             raise InvalidArgument(
-                f"{at_least} is no number of a version of {model_name.model}",
-                fix="push weights first: a training state has the number of those that it is pushed with",
+                f"{at_least} is not the number of a version of {model_name.model}",
+                fix="push weights first: a training state has the number of the weights that it is pushed with",
             )
         model = self._catalog.model(model_name)
         if digest:
@@ -375,7 +375,7 @@ class Opener:
             raise ResourceExhausted(
                 counted(count, "version is", "versions are")
                 + " being received"
-                + (f", {own} of them of {by}" if own else ""),
+                + (f", {own} of them from {by}" if own else ""),
                 fix="wait until one is done, or abort one",
             )
 
@@ -478,7 +478,7 @@ class Opener:
                 self._limits.spreading and exchange.was_here_before()
             )
         except WeighbridgeError as error:
-            log.warning("who receives %s@%d cannot be seen: %s", name, entry.number, error)
+            log.warning("could not read which replica receives %s@%d: %s", name, entry.number, error)
             return
         if lost:
             reason = f"the replica at {self._home.address} was restarted, and has lost what it had received"

@@ -103,11 +103,11 @@ class Publisher:
             there = None if number in history.head.open else history.find(number)
         except WeighbridgeError as error:
             if not self._away.is_set():  # once per outage: sessions call this each second
-                log.warning("%s: whether it is still open cannot be seen: %s", self, error)
+                log.warning("%s: could not check whether it is still open: %s", self, error)
             self._away.set()
             return on.HeadSaid(effect, verdict.UNKNOWN)
         if self._away.is_set():
-            log.warning("%s: whether it is still open can be seen again", self)
+            log.warning("%s: can check again whether it is still open", self)
             self._away.clear()
         if there is not None:
             return on.HeadSaid(effect, verdict.PUBLISHED, there.write_id, entry=there)
@@ -238,7 +238,7 @@ class Publisher:
                 entry = None if history is None else history.head.open.get(self.entry.number)
                 published = history is not None and history.find(self.entry.number) is not None
             except WeighbridgeError as error:
-                log.warning("%s: who receives it could not be seen: %s", self, error)
+                log.warning("%s: could not read which replica receives it: %s", self, error)
                 return False
             if published or (entry is not None and entry.claim):
                 return True

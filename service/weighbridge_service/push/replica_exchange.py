@@ -85,8 +85,8 @@ class Exchange:
                     batch = _batch_from_json(content, key)
                 except DataLoss as error:
                     raise VersionFailed(
-                        f"what another replica has declared cannot be read: {error.message}",
-                        fix=f"see who has written {key}; push the step again",
+                        f"the declarations of another replica cannot be read: {error.message}",
+                        fix=f"check which process wrote {key}; push the step again",
                     ) from error
                 yield batch
                 self._heard.add(key)
@@ -123,7 +123,7 @@ class Exchange:
         except (DecodeError, InvalidArgument) as error:
             raise DataLoss(f"{key} is not a layout: {error}") from error
         if layout.digest != digest:
-            raise DataLoss(f"{key} is another layout than its name says")
+            raise DataLoss(f"{key} contains a different layout than its name states")
         return space, layout
 
     def hand_in(self, replica: int, claim: str, written: Written) -> None:
@@ -188,6 +188,6 @@ def _batch_from_json(data: bytes, where: str) -> dict[int, Declaration]:
             case [int(rank), str(client_id), str(digest)] if type(rank) is int and rank >= 0:
                 found[rank] = Declaration(client_id, digest, home)
             case _:
-                raise DataLoss(f"{where} has a declaration that is none")
+                raise DataLoss(f"{where} contains an invalid declaration")
     fields.end()
     return found

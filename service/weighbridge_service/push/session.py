@@ -194,7 +194,7 @@ class PushSession:
             try:
                 self._take(event)
             except Exception as error:  # the event is lost: end the push, so that no call waits forever
-                log.exception("%s: %s could not be taken", self._state.name, type(event).__name__)
+                log.exception("%s: %s could not be handled", self._state.name, type(event).__name__)
                 if not isinstance(event, on.Broken):
                     self._events.append(on.Broken(WeighbridgeError(f"the push failed: {error!r}")))
 
@@ -273,9 +273,11 @@ class PushSession:
             try:
                 self._start(effect, state)
             except Exception as error:  # start the other effects nevertheless
-                log.exception("%s: %s could not be begun", state.name, effect)
+                log.exception("%s: %s could not be started", state.name, effect)
                 if isinstance(effect, do.Awaited):
-                    self.post(on.EffectFailed(effect, Unavailable(f"{effect} could not be begun: {error!r}")))
+                    self.post(
+                        on.EffectFailed(effect, Unavailable(f"{effect} could not be started: {error!r}"))
+                    )
 
     def _start(self, effect: do.Effect, state: PushState) -> None:
         if effect.POOL is None:
@@ -295,7 +297,7 @@ class PushSession:
         try:
             self._runner.follow_up(effect, answer, self._state)
         except Exception:
-            log.exception("%s: what follows on %s failed", self._state.name, effect)
+            log.exception("%s: the follow-up of %s failed", self._state.name, effect)
 
     def go_on(self) -> None:
         """Raise if a running effect is no longer needed, as the service stops or the push has failed."""
@@ -404,7 +406,7 @@ class PushSession:
         check_incomplete(state)
         writer = self._begun(state)
         if image is None or not image.region.in_memory or image.sizes.keys() != files.file_sizes.keys():
-            raise FailedPrecondition(f"{state.name} does not arrive in memory of this replica alone")
+            raise FailedPrecondition(f"not all of {state.name} arrives in memory of this replica")
         hold = image.hold()
         try:
             return ArrivingVersion(self.model, image, hold, writer.arrivals())
@@ -512,7 +514,7 @@ class PushSession:
                 return image.read_only_buffers[file], hold
         except FailedPrecondition:  # the image was released just now
             pass
-        raise NotFound(f"{file} of {state.name} is in no image of this replica")
+        raise NotFound(f"{file} of {state.name} is not in an image of this replica")
 
     def abort(self, reason: str) -> Future[bool]:
         """Abort the version. The future is done once it is given up. See `Intake.abort_version`."""

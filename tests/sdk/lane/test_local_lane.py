@@ -368,7 +368,7 @@ def test_nobody_may_write_to_a_version_of_which_all_bytes_have_come(
         assigned = raw.declare(MODEL, number, layout)
         raw.push(MODEL, number, pieces_of(stream_of(sources[0].arrays, layout, assigned)))
         connection = connected(service.address, raw.client_id)
-        with pytest.raises(FailedPrecondition, match="have come"):
+        with pytest.raises(FailedPrecondition, match="have arrived"):
             connection.ask(pb.LaneRequest(begin_write=pb.BeginWrite(model=MODEL, number=number, rank=0)))
         connection.close()
         raw.seal(MODEL, number)

@@ -365,7 +365,7 @@ def test_an_identity_that_opens_without_end_leaves_room_for_versions_of_others(
                 by=Peer("h", identity=Identity(name)),
             ).number
 
-        with pytest.raises(ResourceExhausted, match="48 versions are being received, 48 of them of greedy"):
+        with pytest.raises(ResourceExhausted, match="48 versions are being received, 48 of them from greedy"):
             list(map(partial(opened, "greedy"), range(64)))
         assert opened("other", 1) == 49
         with pytest.raises(ResourceExhausted):

@@ -315,7 +315,7 @@ def test_files_are_not_filled_while_a_process_that_did_not_say_that_it_is_done_c
     bench.writer.probe()
     assert isinstance(bench.events[0][-1], on.MemoryUnmapped)
     bench.check()
-    with pytest.raises(FailedPrecondition, match="have come"):
+    with pytest.raises(FailedPrecondition, match="have arrived"):
         bench.writer.grant(0)
 
 

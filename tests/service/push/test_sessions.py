@@ -257,7 +257,7 @@ def test_an_image_goes_back_if_nothing_can_write_to_it(
 
     monkeypatch.setattr(effect_runner, "ImageWriter", broken)
     number = client.open(MODEL)
-    with pytest.raises(WeighbridgeError, match="no image could be made"):
+    with pytest.raises(WeighbridgeError, match="the image could not be allocated"):
         client.declare(MODEL, number, whole_layout(tiny.arrays))
     assert running.service.images.usage().memory_in_use == 0
 

@@ -195,7 +195,7 @@ def test_states_have_the_numbers_of_the_weights_they_are_pushed_with(client: Raw
     with pytest.raises(errors.InvalidArgument):
         client.open(MODEL, at_least=5)
     for beyond in (weights[4] + 1, 10**12 - 1, 1 << 60):
-        with pytest.raises(errors.InvalidArgument, match=r"is no .*number"):
+        with pytest.raises(errors.InvalidArgument, match=r"is not .*number"):
             client.open(TRAINING, at_least=beyond)
     assert push(client, state(1, step=4), 1, step=4) == weights[4] + 2
 

@@ -173,12 +173,12 @@ class ImageWriter:
         end, length = offset + len(data), self._lengths[rank]
         if end > length:
             raise InvalidArgument(
-                f"{self._name}, rank {rank}: bytes {offset} to {end} lie outside of its stream of {length} bytes"
+                f"{self._name}, rank {rank}: bytes {offset} to {end} are outside of its stream of {length} bytes"
             )
         if not self._meant[rank].covers(offset, end):
             raise FailedPrecondition(
                 f"{self._name}, rank {rank}: bytes {offset} to {end} do not belong to files of the replica {self._home}",
-                fix="push each part of the stream where the answer to the declaration says",
+                fix="push each part of the stream to the replica that the response to the declaration names",
             )
         with self._lock:
             if own:
@@ -347,10 +347,10 @@ class ImageWriter:
             if self._closed is not None:
                 raise self._closed.anew()
             if self._received[rank].size == self._meant[rank].size:
-                raise FailedPrecondition(f"all bytes of rank {rank} of {self._name} have come")
+                raise FailedPrecondition(f"all bytes of rank {rank} of {self._name} have arrived")
             if not self._agreed.prepared.grantable[rank].size:
                 raise FailedPrecondition(
-                    f"no byte of rank {rank} of {self._name} belongs only to files that this replica puts together"
+                    f"no byte of rank {rank} of {self._name} belongs only to files that this replica assembles"
                 )
             if self._filled:
                 raise FailedPrecondition("files of the version are complete already, and must not be changed")

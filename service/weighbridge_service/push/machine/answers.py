@@ -47,7 +47,7 @@ def pushed_already(version: str, step: int, run: str) -> FailedPrecondition:
     of_run = f" of run {run}" if run else ""
     return FailedPrecondition(
         f"step {step}{of_run} has been pushed already, as {version}, which is complete",
-        fix="push another step, or name another run; a process that is started again may push this step again, as a new version",
+        fix="push a different step, or name a different run; a restarted process may push this step again, as a new version",
     )
 
 
@@ -125,7 +125,7 @@ def check_owned(state: PushState, claim: str) -> None:
     if agreed is not None and not agreed.alone:  # other replicas may be ready before this one
         owned = owned or state.phase in (Phase.FILLING, Phase.SEALED)
     if agreed is None or agreed.claim != claim or not owned:
-        raise AlreadyExists(f"{version_of(state)} is there already, and is not what is handed over")
+        raise AlreadyExists(f"{version_of(state)} exists already, and is not the version that is handed over")
 
 
 @dataclass(frozen=True, slots=True)

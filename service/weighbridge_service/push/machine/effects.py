@@ -98,7 +98,7 @@ class LookAtHead(Awaited):
         closing: whether to first close versions whose lease has expired.
     """
 
-    WORDS = "the look at head.json"
+    WORDS = "the check of head.json"
     POOL = Pool.READ
 
     closing: bool = False
@@ -108,7 +108,7 @@ class LookAtHead(Awaited):
 class Confirm(Awaited):
     """Read once more, when all bytes have arrived, whether the version is still open. `HeadSaid`."""
 
-    WORDS = "the last look at head.json"
+    WORDS = "the last check of head.json"
     POOL = Pool.CONFIRM
     SPAN = "confirm"
 
@@ -117,7 +117,7 @@ class Confirm(Awaited):
 class FindOut(Awaited):
     """Check whether a publication took effect although its call failed. `HeadSaid`."""
 
-    WORDS = "the question whether it was published"
+    WORDS = "the check whether it was published"
     POOL = Pool.READ
 
 
@@ -141,7 +141,7 @@ class HearReplicas(Awaited):
 class HandIn(Awaited):
     """Send the names and digests of the files that this replica has uploaded to the other replicas. `HandedIn`."""
 
-    WORDS = "the handing in of its files"
+    WORDS = "the report of its uploaded files"
     POOL = Pool.PUBLISH
     SPAN = "hand_in"
 
@@ -150,7 +150,7 @@ class HandIn(Awaited):
 class CollectHandIns(Awaited):
     """Read which files other replicas have uploaded. `ReplicasHandedIn`."""
 
-    WORDS = "the collection of what other replicas hand in"
+    WORDS = "the collection of reports from other replicas"
     POOL = Pool.READ
 
 
@@ -270,7 +270,7 @@ class WantMemory(Effect):
 class Remember(Effect):
     """Keep the declarations for the next push of the model; None forgets earlier ones."""
 
-    WORDS = "the note for the next push"
+    WORDS = "the record for the next push"
 
     known: KnownSet | None
 
@@ -291,7 +291,7 @@ class Release(Effect):
 class CloseWriter(Release):
     """Accept no more bytes. Ranks that still push get `error`; None if all bytes have arrived."""
 
-    WORDS = "the end of what is received"
+    WORDS = "the end of receiving"
 
     error: WeighbridgeError | None
 
@@ -325,4 +325,4 @@ class GiveUp(Release):
 class Forget(Release):
     """Remove the version from this process's lists, because other replicas receive it."""
 
-    WORDS = "its removal from what is listed"
+    WORDS = "its removal from the list of versions"

@@ -123,7 +123,7 @@ def dropped(state: PushState) -> WeighbridgeError:
     why = "" if state.error is None else f": {state.error.message}"
     return VersionFailed(
         f"{state.name} could not be made durable before its memory was needed for a newer version{why}",
-        fix="see why the object store does not take it",
+        fix="check why the object store does not accept it",
     )
 
 
@@ -172,7 +172,7 @@ def head_said(state: PushState, said: on.HeadSaid, now: Moment) -> Transition:
         if agreed is not None and said.entry is not None and said.claim == agreed.claim:
             return publish(state, said.entry)
         return _leave(
-            state, AlreadyExists(f"{state.name} was published by others", fix="push the step again")
+            state, AlreadyExists(f"{state.name} was published by other replicas", fix="push the step again")
         )
     if said.verdict is on.Verdict.ABORTED and state.phase in INCOMPLETE:
         return end(state, Phase.ABORTED, VersionFailed(said.reason, fix="push the step again"))
@@ -180,7 +180,8 @@ def head_said(state: PushState, said: on.HeadSaid, now: Moment) -> Transition:
         return _conclude(state, state.settling or VersionFailed(said.reason, fix="push the step again"))
     if agreed is not None and said.claim not in ("", agreed.claim):
         return _leave(
-            state, AlreadyExists(f"{state.name} is being written by others", fix="push the step again")
+            state,
+            AlreadyExists(f"{state.name} is being written by other replicas", fix="push the step again"),
         )
     if (
         said.opened is not None
@@ -206,16 +207,14 @@ def timed_out(state: PushState, missing: tuple[str, ...], now: Moment) -> Transi
     until = state.given_up_at
     if until is None or now.seconds < until:
         return state, ()
-    message = (
-        f"{state.name} was given up: nothing was heard of its ranks for {state.limits.receive_timeout:g} s"
-    )
+    message = f"{state.name} was given up: no rank was active for {state.limits.receive_timeout:g} s"
     fix = "push the step again on all ranks"
     if silent := silent_ranks(state):
         undeclared = [rank for rank in silent if rank in state.declarations.absent]
         who = undeclared or silent
         missed = "declared a layout" if undeclared else "pushed everything"
         message += f", and {ranks_have(who)} not {missed}"
-        fix = f"look what became of {ranks_text(who)}: a process that was killed, or a push that has failed; then {fix}"
+        fix = f"find out what happened to {ranks_text(who)}: a process may have been killed, or a push may have failed; then {fix}"
     error = VersionFailed(message, details=missing, fix=fix)
     return end(state, Phase.FAILED, error)
 
@@ -229,7 +228,7 @@ def still_mapped(state: PushState, now: Moment) -> Transition:
         return state.paused(do.ProbeMemory(), now.seconds + _UNMAP_PAUSE), ()
     if state.seal_asked - state.sealed:
         error = VersionFailed(
-            f"{state.name} was given up: a process can still write to its memory, and is not known to be done with it",
+            f"{state.name} was given up: a process can still write to its memory, and has not confirmed that it has finished",
             fix="end the process that lost its connection in the middle of a push, or let it close its client; push the step again",
         )
         return end(state, Phase.FAILED, error)

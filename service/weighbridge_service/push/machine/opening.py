@@ -79,7 +79,7 @@ class ReceivedElsewhere(AlreadyExists):
         address = alone_at(entry)
         return ReceivedElsewhere(
             f"version {entry.number} is being received by the replica {address}",
-            fix=f"push to that one; or abort version {entry.number}, or wait until it times out, and push again",
+            fix=f"push to that replica; or abort version {entry.number}, or wait until it times out, and push again",
             address=address,
         )
 

@@ -353,7 +353,7 @@ class PushState:
     def to(self, phase: Phase) -> PushState:
         """Copy in another phase. Raises AssertionError if that phase may not follow."""
         if phase not in TRANSITIONS[self.phase]:
-            raise AssertionError(f"{self.phase} leads to no {phase}")
+            raise AssertionError(f"{self.phase} cannot change to {phase}")
         return replace(self, phase=phase)
 
     def paused(self, effect: Awaited, until: float) -> PushState:
