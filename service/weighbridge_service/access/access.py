@@ -113,9 +113,7 @@ class Access:
             return self._of_authorization(evidence.authorization, known)
         policy = known.policy
         if policy is None:
-            return (
-                EVERYBODY if evidence.certificate else Identity.unidentified("the call shows no certificate")
-            )
+            return EVERYBODY if evidence.certificate else Identity.unidentified("the call has no certificate")
         found = None
         if evidence.certificate:
             found = policy.of_certificate(evidence.certificate)
@@ -130,9 +128,9 @@ class Access:
             return Identity.unidentified(f"the policy does not know user {evidence.user}")
         if not self._certificates and _by_certificate(policy):
             return Identity.unidentified(
-                "the call shows no token, and the service does not ask for certificates: it runs without --client-ca"
+                "the call has no token, and the service does not request certificates: it runs without --client-ca"
             )
-        return Identity.unidentified("the call shows no token")
+        return Identity.unidentified("the call has no token")
 
     def named(self, name: str) -> Identity | None:
         """The identity of that name in the policy; None if there is none."""
@@ -170,7 +168,7 @@ class Access:
             return Evidence(user=user)
         evidence = self._tickets.get(ticket)
         if evidence is None:
-            raise Unavailable("the ticket for the local lane is not known", fix="ask for another one")
+            raise Unavailable("the ticket for the local lane is not known", fix="request a new ticket")
         return evidence
 
     def replica_token(self) -> str:
@@ -182,19 +180,19 @@ class Access:
         """Warnings about entries of the policy that have no effect under the options of this service."""
         named = _by_certificate(policy)
         if named and not self._certificates:
-            yield f"certificates of {', '.join(named)} prove nothing: the service asks for none without --client-ca"
+            yield f"certificates of {', '.join(named)} have no effect: the service requests none without --client-ca"
         users = dict.fromkeys(each.name for each in policy.by_user.values())
         if users and not self._lane:
-            yield f"users of {', '.join(users)} prove nothing: there is no local lane with --local-socket off"
+            yield f"users of {', '.join(users)} have no effect: the service has no local lane with --local-socket off"
 
     def _of_authorization(self, authorization: str, known: _Known) -> Identity:
         if authorization[: len(_BEARER)].lower() != _BEARER:
-            return Identity.unidentified("what the call shows is no bearer token")
+            return Identity.unidentified("the authorization of the call is not a bearer token")
         token = authorization[len(_BEARER) :].strip()
         if token.startswith("replica."):
             return self._of_replica(token)
         if known.policy is None:
-            return Identity.unidentified("tokens are not known here")
+            return Identity.unidentified("the service runs without --policy and accepts no tokens")
         found = known.policy.by_token.get(tokens.digest(token))
         if found is not None:
             return found

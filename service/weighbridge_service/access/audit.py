@@ -220,7 +220,7 @@ class Audit:
         except OSError as error:
             if not self._failing:
                 log.error(
-                    "the audit log %s cannot be written: %s; calls that belong into it are refused",
+                    "the audit log %s cannot be written: %s; calls that it must record are refused",
                     self._path,
                     error.strerror,
                 )
@@ -228,7 +228,9 @@ class Audit:
             return error
         if self._failing:
             log.warning(
-                "the audit log %s can be written again; refusals that it lacks: %d", self._path, self._lost
+                "the audit log %s can be written again; refusals that are missing from it: %d",
+                self._path,
+                self._lost,
             )
         self._failing, self._lost = False, 0
         return None

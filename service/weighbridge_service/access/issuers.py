@@ -187,7 +187,7 @@ def claims(token: str, rings: Mapping[str, KeyRing]) -> Claims | str:
         kid = str(jwt.get_unverified_header(token).get("kid", ""))
         key = ring.key(kid)
         if key is None:
-            return f"the token is signed with a key that {issuer.name} is not known to have"
+            return f"the token is signed with a key that is not among those of {issuer.name}"
         proved: dict[str, Any] = jwt.decode(
             token,
             key,
@@ -198,7 +198,7 @@ def claims(token: str, rings: Mapping[str, KeyRing]) -> Claims | str:
             options={"require": ["exp", "sub", "iss", "aud"]},
         )
     except (jwt.PyJWTError, ValueError, TypeError) as error:
-        return f"the token proves nothing: {error}"
+        return f"the token is not valid: {error}"
     return Claims(
         issuer.name, str(proved["sub"]), float(proved["exp"]) + _LEEWAY, lambda: ring.key(kid) is key
     )
@@ -218,7 +218,7 @@ def _keys_in(raw: bytes, issuer: Issuer) -> Mapping[str, jwt.PyJWK]:
                 found[str(each.get("kid", ""))] = key
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidArgument(
-            f"the keys of {issuer.name} are no JSON web key set", fix=f"look at {issuer.keys}"
+            f"the keys of {issuer.name} are not a JSON web key set", fix=f"check {issuer.keys}"
         ) from error
     if not found:
         raise InvalidArgument(
@@ -233,7 +233,7 @@ class _OverTls(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         if not newurl.startswith("https://"):
-            raise OSError(f"{req.full_url} leads to {newurl[:200]}, which is not https://")
+            raise OSError(f"{req.full_url} redirects to {newurl[:200]}, which is not https://")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 

@@ -105,7 +105,9 @@ class Policy:
         try:
             found = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # a number of 5000 digits raises ValueError
-            raise InvalidArgument(f"the policy is no TOML: {error}", fix="see docs/access.md") from error
+            raise InvalidArgument(
+                f"the policy is not valid TOML: {error}", fix="see docs/access.md"
+            ) from error
         _check_keys(found, {"identity", "issuer", "namespace"}, "the policy")
         trusted = {each.issuer: each for each in map(_issuer, _tables(found, "issuer"))}
         names = {each.name for each in trusted.values()}
@@ -117,16 +119,21 @@ class Policy:
             entry = _entry(table, names)
             where = f"the identity {entry.identity.name!r}"
             if any(entry.identity.name == other.identity.name for other in entries):
-                raise InvalidArgument(f"{where} stands there twice", fix="give each a name of its own")
+                raise InvalidArgument(f"{where} appears twice", fix="give each a name of its own")
             for token in map(tokens.check_digest, _texts(table, "tokens", where)):
                 if by_token.setdefault(token, entry.identity) != entry.identity:
-                    raise InvalidArgument(f"a token of {where} is another's, too", fix="make one for each")
+                    raise InvalidArgument(
+                        f"a token of {where} belongs to another identity, too",
+                        fix="make a token for each identity",
+                    )
             for user in _users(table, where):
                 if by_user.setdefault(user, entry.identity) != entry.identity:
-                    raise InvalidArgument(f"user {user} of {where} is another's, too", fix="name it once")
+                    raise InvalidArgument(
+                        f"user {user} of {where} belongs to another identity, too", fix="name it once"
+                    )
             if table.get("anybody") is True:
                 if anybody is not None:
-                    raise InvalidArgument(f"{where} is a second one for anybody", fix="leave one of them")
+                    raise InvalidArgument(f"{where} is a second identity for anybody", fix="keep one of them")
                 anybody = replace(entry.identity, proven=False)
             entries.append(entry)
         return Policy(
@@ -164,7 +171,7 @@ def _entry(table: Mapping[str, Any], issuer_names: set[str]) -> Entry:
 def _limits(table: Mapping[str, Any], where: str) -> Limits:
     found = table.get("limits", {})
     if not isinstance(found, dict):
-        raise InvalidArgument(f"limits of {where} are no table", fix="write limits = {streams = 8}")
+        raise InvalidArgument(f"limits of {where} are not a table", fix="write limits = {streams = 8}")
     where = f"limits of {where}"
     _check_keys(found, _LIMITS, where)
     limits = Limits(
@@ -175,7 +182,7 @@ def _limits(table: Mapping[str, Any], where: str) -> Limits:
     )
     if limits.bytes_per_second is not None and limits.streams is None:
         raise InvalidArgument(
-            f"{where} limit bytes_per_second and no streams: each stream that is slowed keeps a thread of the service",
+            f"{where} limit bytes_per_second but not streams: each stream that is slowed down occupies a thread of the service",
             fix="write streams = 8, or as many as it needs at one time",
         )
     return limits
@@ -189,12 +196,12 @@ def _stored(tables: Iterator[Mapping[str, Any]]) -> dict[str, int]:
         _check_keys(table, {"name", "stored"}, f"the namespace {str(name or '')[:80]!r}")
         if not isinstance(name, str) or not _NAMESPACE.fullmatch(name):
             raise InvalidArgument(
-                f"{str(name)[:80]!r} of the policy is no namespace",
+                f"{str(name)[:80]!r} of the policy is not a namespace",
                 fix='write name = "acme", the first half of the names of its models',
             )
         where = f"the namespace {name!r}"
         if name in found:
-            raise InvalidArgument(f"{where} stands there twice", fix="name each once")
+            raise InvalidArgument(f"{where} appears twice", fix="name each once")
         stored = _size(table, "stored", where, 1)
         if stored is None:
             raise InvalidArgument(f"{where} has no limit", fix='write stored = "20TB"')
@@ -246,7 +253,7 @@ def _issuer(table: Mapping[str, Any]) -> Issuer:
     if unknown or not algorithms:
         raise InvalidArgument(
             f"{where} signs with {unknown[0] if unknown else 'nothing'}",
-            fix=f"name what it signs with, of {', '.join(issuers.ALGORITHMS)}",
+            fix=f"name the algorithms that it signs with: {', '.join(issuers.ALGORITHMS)}",
         )
     if "://" in table["keys"] and not table["keys"].startswith("https://"):
         raise InvalidArgument(
@@ -258,21 +265,21 @@ def _issuer(table: Mapping[str, Any]) -> Issuer:
 def _tables(found: Mapping[str, Any], key: str) -> Iterator[Mapping[str, Any]]:
     tables = found.get(key, [])
     if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
-        raise InvalidArgument(f"{key} of the policy is no list of tables", fix=f"write [[{key}]]")
+        raise InvalidArgument(f"{key} of the policy is not a list of tables", fix=f"write [[{key}]]")
     yield from tables
 
 
 def _texts(table: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
     found = table.get(key, [])
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise InvalidArgument(f"{key} of {where} is no list of texts", fix=f'write {key} = ["..."]')
+        raise InvalidArgument(f"{key} of {where} is not a list of strings", fix=f'write {key} = ["..."]')
     return tuple(found)
 
 
 def _users(table: Mapping[str, Any], where: str) -> tuple[int, ...]:
     found = table.get("users", [])
     if not isinstance(found, list) or not all(type(each) is int and each >= 0 for each in found):
-        raise InvalidArgument(f"users of {where} is no list of user ids", fix="write users = [1000]")
+        raise InvalidArgument(f"users of {where} is not a list of user ids", fix="write users = [1000]")
     return tuple(found)
 
 
@@ -281,6 +288,6 @@ def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
     unknown = sorted(set(table) - known)
     if unknown:
         raise InvalidArgument(
-            f"{where} has {unknown[0]!r}, which nothing is known of",
-            fix=f"there are: {', '.join(sorted(known))}",
+            f"{where} has the unknown key {unknown[0]!r}",
+            fix=f"known keys: {', '.join(sorted(known))}",
         )

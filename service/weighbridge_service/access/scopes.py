@@ -41,13 +41,13 @@ class Scope:
         found = _SCOPE.fullmatch(text)
         if found is None or found["verb"] not in _WORDS:
             raise InvalidArgument(
-                f"{text[:80]!r} is no scope",
+                f"{text[:80]!r} is not a scope",
                 fix=f"write VERB, VERB:MODEL, tag:MODEL@REF or approve:MODEL@REF, with * for any characters; verbs are {', '.join(_WORDS)}",
             )
         verb = None if found["verb"] == ADMIN else Verb(found["verb"])
         if found["ref"] is not None and verb not in WITH_REF:
             raise InvalidArgument(
-                f"the scope {text!r} names a ref, which those of tag and approve alone do",
+                f"the scope {text!r} names a ref, but only scopes of tag and approve have one",
                 fix=f"write {text.partition('@')[0]}",
             )
         if found["model"] is not None and verb in _WITHOUT_MODEL:

@@ -33,7 +33,7 @@ def check_digest(text: str) -> str:
     digits = found.removeprefix(_KIND)
     if not found.startswith(_KIND) or len(digits) != _DIGITS or set(digits) - set("0123456789abcdef"):
         raise InvalidArgument(
-            "a token stands there that is no digest of one",
-            fix="put in what `weighbridge token` prints behind `digest`, and give the token itself to its user alone",
+            "an entry of tokens is not the digest of a token",
+            fix="enter the digest that `weighbridge token` prints after `digest`; give the token itself only to its user",
         )
     return found

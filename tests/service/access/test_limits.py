@@ -58,9 +58,9 @@ def test_limits_are_those_of_the_identity_and_of_the_namespace_that_they_stand_w
             (limited(streams=1, bytes_per_second=wrong), "bytes_per_second of limits of the identity 'a'")
             for wrong in (0, 10**9, -5, "", "2000000000", "-2GB", "0GB", "999kB", "2 parsec", "9" * 15 + "TB")
         ),
-        (limited(bytes_per_second="2GB"), "no streams"),
+        (limited(bytes_per_second="2GB"), "not streams"),
         (limited(stream=1), "stream"),
-        (identity("a", ["pull"], limits=3), "no table"),
+        (identity("a", ["pull"], limits=3), "not a table"),
         (namespace(name="acme"), "the namespace 'acme' has no limit"),
         *(
             (namespace(name="acme", stored=wrong), "stored of the namespace 'acme'")
@@ -69,7 +69,7 @@ def test_limits_are_those_of_the_identity_and_of_the_namespace_that_they_stand_w
         (namespace(name="acme", stored="1TB", streams=3), "streams"),
         (namespace(name="acme", stored="1TB") * 2, "twice"),
         *(
-            (namespace(name=wrong, stored="1TB"), "no namespace")
+            (namespace(name=wrong, stored="1TB"), "not a namespace")
             for wrong in ("", "acme/smol", "*", 7, "../x")
         ),
         ("namespace = 'acme'", "list of tables"),

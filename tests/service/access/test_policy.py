@@ -59,11 +59,11 @@ def test_an_identity_is_found_by_each_of_its_proofs() -> None:
         (identity("a", ["pull"], tokens=["plain text"]), "digest"),
         (identity("a", ["pull"], token_s=["x"]), "token_s"),
         (identity("a", []), "may do nothing"),
-        (identity("a", ["pull:a/b/c"]), "no scope"),
+        (identity("a", ["pull:a/b/c"]), "not a scope"),
         (identity("", ["pull"]), "no name"),
         (identity("a", ["pull"]) + identity("a", ["push"]), "twice"),
-        (identity("a", ["pull"], token="x") + identity("b", ["push"], token="x"), "another's"),
-        (identity("a", ["pull"], users=[1]) + identity("b", ["push"], users=[1]), "another's"),
+        (identity("a", ["pull"], token="x") + identity("b", ["push"], token="x"), "another identity"),
+        (identity("a", ["pull"], users=[1]) + identity("b", ["push"], users=[1]), "another identity"),
         (identity("a", ["pull"], users=[True]), "user ids"),
         (identity("a", ["pull"], users=[-1]), "user ids"),
         (identity("a", ["pull"], anybody="false"), "neither true nor false"),
@@ -86,7 +86,7 @@ def test_the_policy_of_the_document_lets_nobody_in_before_tokens_are_put_in() ->
     found = re.search(r"```toml\n(.*?)```", _DOCUMENT.read_text(), re.DOTALL)
     assert found is not None
     text = found[1]
-    with pytest.raises(InvalidArgument, match="no digest") as refused:
+    with pytest.raises(InvalidArgument, match="not the digest") as refused:
         Policy.parse(text)
     assert "weighbridge token" in refused.value.fix
 
