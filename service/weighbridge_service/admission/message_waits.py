@@ -130,7 +130,7 @@ class MessageWaits:
             ended = overdue(waits, now, growth)
             grown = grown or growth > MOST_GROWTH
             if ended:
-                log.info("%d calls have not sent the message that was due", len(ended))
+                log.info("%d calls did not send the expected message in time", len(ended))
             with self._changed:
                 for wait in ended:
                     self._waits.pop(wait, None)

@@ -107,8 +107,8 @@ class Rates:
         """Count a call of a host. Raises ResourceExhausted, which states when to retry, if it has begun too many."""
         if wait := self.take(host, least=1):
             raise ResourceExhausted(
-                f"{host} begins more than {self._rate:g} calls a second",
-                fix="ask less often, or watch instead",
+                f"{host} starts more than {self._rate:g} calls per second",
+                fix="call less often, or watch instead",
                 retry_after=max(wait, 0.1),
             )
 

@@ -77,8 +77,8 @@ class ReaderShares:
             ):
                 raise ResourceExhausted(
                     f"{reader} keeps {counted(len(mine), 'image')} of {readable_size(sum(mine.values()))} that no version needs any more; with "
-                    f"{readable_size(more)} more, too little of the {readable_size(self._total)} that readers may keep would be left to others",
-                    fix="copy tensors that are kept, or release them; pull by gRPC; or serve with a larger --memory-budget",
+                    f"{readable_size(more)} more, too little of the {readable_size(self._total)} that readers may keep would be left for other readers",
+                    fix="copy or release the tensors that it keeps; pull over gRPC; or serve with a larger --memory-budget",
                 )
             granted = GrantedImages(reader, tuple(wanted.values()))
             if wanted:

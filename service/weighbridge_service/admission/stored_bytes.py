@@ -100,7 +100,9 @@ class StoredBytes:
             try:
                 self._note(name)
             except WeighbridgeError as error:
-                log.warning("what namespace %s holds could not be noted: %s", name.namespace, error)
+                log.warning(
+                    "the stored bytes of namespace %s could not be recorded: %s", name.namespace, error
+                )
 
     def held(self, namespace: str) -> int:
         """Bytes that a namespace holds. May be slightly too high just after a deletion or an abort."""
@@ -144,7 +146,7 @@ class StoredBytes:
             history = self._heads.history_of_any(name)
             return None if history is None else self._amount(history)
         except (DataLoss, FailedPrecondition) as error:
-            log.error("what %s holds cannot be counted: %s", name, error)
+            log.error("the stored bytes of %s cannot be counted: %s", name, error)
             return before.amounts.get(name.second)
 
     def _saw(self, namespace: str, ledger: Ledger) -> int:

@@ -39,7 +39,7 @@ def ticket_key(store: ObjectStore) -> bytes:
         if len(key) != _KEY_BYTES:
             raise DataLoss(
                 f"{_KEY} in the object store has {len(key)} bytes, not {_KEY_BYTES}",
-                fix="delete it: a service makes another one when it starts",
+                fix="delete it: a service writes a new one when it starts",
             )
         return key
 

@@ -47,7 +47,7 @@ def test_a_host_that_comes_back_when_it_was_told_is_let_in() -> None:
     clock = Clock()
     rates = Rates(2.0, 1.0, clock)
     rates.count("a")
-    with pytest.raises(ResourceExhausted, match="a begins more than 2 calls a second") as refused:
+    with pytest.raises(ResourceExhausted, match="a starts more than 2 calls per second") as refused:
         rates.count("a")
     assert refused.value.retry_after == pytest.approx(0.5)
     clock.now += refused.value.retry_after or 0.0
