@@ -107,7 +107,7 @@ class Bases:
         if base:
             if not is_adapter(files):
                 raise InvalidArgument(
-                    f"{name} is no adapter, and its registration names {base[:80]} as its base",
+                    f"{name} is not an adapter, but its registration names {base[:80]} as its base",
                     fix="leave the base out",
                 )
             on = self._fitting(found, files[ADAPTER_CONFIG], base, by)
@@ -231,7 +231,7 @@ class Bases:
             return adapter is None or is_on(adapter, str(model), pin.version)
         except WeighbridgeError as error:
             log.warning(
-                "whether %s is still on %s@%d cannot be seen: %s", pin.adapter, model, pin.version, error
+                "could not check whether %s is still on %s@%d: %s", pin.adapter, model, pin.version, error
             )
             return True
 

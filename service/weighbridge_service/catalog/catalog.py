@@ -157,7 +157,7 @@ class Catalog:
         model_name = ModelName.parse(name)
         if model_name.part:
             raise InvalidArgument(
-                f"{name} is a part of {model_name.model}, which is not registered: its first version is pushed",
+                f"{name} is a part of {model_name.model}: its first push registers it",
                 fix=f"register {model_name.model}",
             )
         there = self.heads.read_any(model_name)
@@ -573,7 +573,7 @@ class Catalog:
         )
         if there is None:
             raise NotFound(
-                f"{name} has no version {number}", fix=f"those that it has: weighbridge versions {name} --all"
+                f"{name} has no version {number}", fix=f"list its versions: weighbridge versions {name} --all"
             )
         if invisible or there.state.visible:
             return there

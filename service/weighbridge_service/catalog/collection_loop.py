@@ -229,7 +229,7 @@ class Collecting:
             if renew:
                 self._bases.renew(model)
         except WeighbridgeError as error:
-            log.warning("pins of %s are left as they are for now: %s", model, error)
+            log.warning("pins of %s stay unchanged for now: %s", model, error)
 
     def collect_all(self) -> None:
         """Collect all models; a failure of one does not stop the others."""

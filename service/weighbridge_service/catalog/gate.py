@@ -205,7 +205,7 @@ class Gates:
             return after, after
 
         after = self._change(model, change, lambda head, _: _value(head, wanted))
-        log.info("%s: %s is protected by %d approvals, says %s", model, ref, approvals, asker.name)
+        log.info("%s: %s is protected by %d approvals, set by %s", model, ref, approvals, asker.name)
         return _protections(after)
 
     def protections(self, name: str) -> tuple[Protection, ...]:

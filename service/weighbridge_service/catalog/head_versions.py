@@ -13,7 +13,7 @@ from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.history import History
 
-_RETIRED = "it was taken out of history, and is there only for those who are reading it"
+_RETIRED = "it was taken out of history, and is kept only for its current readers"
 
 
 def refs_of(head: Head, snapshots: Mapping[int, VersionSnapshot]) -> dict[str, int]:
@@ -101,7 +101,9 @@ def approved_since(head: Head | None, number: int) -> tuple[str, ...]:
 
 def deleted(name: ModelName, number: int) -> NotFound:
     """Error of a version that was deleted."""
-    return NotFound(f"{name}@{number} was deleted", fix="take another version; a tag keeps one for good")
+    return NotFound(
+        f"{name}@{number} was deleted", fix="use a different version; a tag keeps one permanently"
+    )
 
 
 def number_in(version: str) -> int | None:
