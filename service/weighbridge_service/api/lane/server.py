@@ -100,7 +100,7 @@ class LaneServer:
             if where != AUTO:
                 raise
             self.unavailable = error.message
-            log.warning("%s; trainers and engines of this machine go by gRPC", error.message)
+            log.warning("%s; trainers and engines on this machine use gRPC", error.message)
             return
         self.path = str(path.absolute())
         self._accepting = threading.Thread(
@@ -176,7 +176,7 @@ class LaneServer:
         self._sent_away += 1
         now = time.monotonic()
         if now - self._told >= _TELL_SECONDS:
-            log.warning("%s; clients sent away: %d", self._places.refusal(user).message, self._sent_away)
+            log.warning("%s; clients refused: %d", self._places.refusal(user).message, self._sent_away)
             self._sent_away, self._told = 0, now
 
     def _run(self, session: LaneSession, user: str) -> None:
@@ -221,7 +221,7 @@ def _own_path(service_id: str) -> Path:
         found = folder.lstat()
     except OSError as error:
         raise Unavailable(
-            f"the folder {folder} for the local lane cannot be made: {error.strerror}"
+            f"the folder {folder} for the local lane cannot be created: {error.strerror}"
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise Unavailable(f"the folder {folder} for the local lane does not belong to this user alone")
@@ -237,12 +237,12 @@ def _listen(path: Path, mode: int) -> socket.socket:
             f"the socket's path {path} is longer than {_LONGEST_PATH} bytes", fix="name a shorter one"
         )
     if path.exists() and not path.is_socket():
-        raise InvalidArgument(f"{path} is there and is no socket", fix="name another --local-socket")
+        raise InvalidArgument(f"{path} exists and is not a socket", fix="name a different --local-socket")
     if path.exists():
         if _is_served(path):
             raise Unavailable(
                 f"another process listens on {path}",
-                fix="is another service running? name another --local-socket",
+                fix="is another service running? name a different --local-socket",
             )
         path.unlink(missing_ok=True)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -256,7 +256,7 @@ def _listen(path: Path, mode: int) -> socket.socket:
         unnamed.rename(path)
     except OSError as error:
         listening.close()
-        raise Unavailable(f"the socket {path} cannot be made: {error.strerror}") from error
+        raise Unavailable(f"the socket {path} cannot be created: {error.strerror}") from error
     return listening
 
 

@@ -182,7 +182,7 @@ class LaneSession:
             response.hello.service_id = self._service_id
         elif not self.client_id:
             raise InvalidArgument(
-                "the client has not said who it is", fix="say hello first, with a client_id"
+                "the client has not identified itself", fix="send hello first, with a client_id"
             )
         elif kind == "begin_write":
             self._begin_write(request.begin_write, response.write, attach)
@@ -197,7 +197,7 @@ class LaneSession:
         elif kind == "end_read":
             self._end_read(request.end_read)
         else:
-            raise InvalidArgument("this service does not know that request of the local lane")
+            raise InvalidArgument("this service does not know this request of the local lane")
 
     def _authorize(self, action: str, model: str, ref: str) -> None:
         verb, result = _VERBS[action], "OK"
@@ -318,7 +318,7 @@ class LaneSession:
             if place.key not in numbers:
                 if len(numbers) == protocol.MAX_DESCRIPTORS:
                     raise FailedPrecondition(
-                        f"the version lies in more than {protocol.MAX_DESCRIPTORS} files on disk"
+                        f"the version is stored in more than {protocol.MAX_DESCRIPTORS} files on disk"
                     )
                 numbers[place.key] = len(numbers)
                 memory = reply.memories.add(key=place.key, bytes=place.nbytes, keep=place.lasting)
@@ -394,7 +394,7 @@ class LaneSession:
                     loan.image.region.doubt(self._process.ended)
                     self._end(loan)
             except Exception:  # the other loans must end, too
-                log.exception("a loan could not be taken back")
+                log.exception("a loan could not be ended")
         self._connection.close()
 
     @cached_property

@@ -41,7 +41,7 @@ class Writers:
             overflow = int(_OVERFLOW.read_text("ascii"))
             if overflow in trusted:
                 raise InvalidArgument(
-                    f"user {overflow} cannot be trusted: it is what all users of other user namespaces look like",
+                    f"user {overflow} cannot be trusted: all users of other user namespaces appear as this user",
                     fix="run the trainer in the service's user namespace, as a user of its own",
                 )
         return Writers(os.getuid(), trusted)
