@@ -63,7 +63,9 @@ class Bodies:
     ) -> list[Version]:
         before = after or "0"
         if not before.isascii() or not before.isdigit() or len(before) > 12:
-            raise InvalidArgument(f"{before[:40]!r} is no page token", fix="pass on what the last page gave")
+            raise InvalidArgument(
+                f"{before[:40]!r} is not a page token", fix="pass the token that the previous page returned"
+            )
         return self._catalog.list_versions(
             model,
             before=int(before),

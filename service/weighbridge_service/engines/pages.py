@@ -44,5 +44,7 @@ def _read(token: str) -> Order:
     if not isinstance(model, str) or not all(
         isinstance(each, str) for each in (address, engine_id, identity)
     ):
-        raise InvalidArgument(f"{token[:40]!r} is no page token", fix="pass on what the last page gave")
+        raise InvalidArgument(
+            f"{token[:40]!r} is not a page token", fix="pass the token that the previous page returned"
+        )
     return model, address, engine_id, identity

@@ -295,7 +295,7 @@ class Exports:
             log.exception("the export of %s@%d failed", job.model, job.number)
             state, reason = (
                 ExportState.FAILED,
-                f"the service failed: {type(error).__name__}; its log says more",
+                f"the service failed: {type(error).__name__}; see its log",
             )
         with self._lock:
             self._end(entry, state, reason)

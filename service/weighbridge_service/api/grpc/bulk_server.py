@@ -63,7 +63,7 @@ class BulkListener:
                 self.port = self._server.add_secure_port(address, certificates.for_grpc())
         except RuntimeError as error:
             raise Unavailable(
-                f"the service cannot listen at {address}, its port for weights: another process has it, or the address is not of this machine",
+                f"the service cannot listen at {address}, its port for weights: another process uses it, or the address does not belong to this machine",
                 fix="name a free port with --bulk-port, or leave it at auto, which finds one; with off, weights share the port of --grpc",
             ) from error
 
@@ -117,8 +117,8 @@ class _Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
                 raise Unavailable("the service is starting", fix="try again")
             if details.method not in self.paths:
                 raise FailedPrecondition(
-                    f"this is the service's port for weights; all other calls are taken at its port {self._known_port}",
-                    fix=f"name that one: --server HOST:{self._known_port}",
+                    f"this is the service's port for weights; all other calls go to its port {self._known_port}",
+                    fix=f"name that port: --server HOST:{self._known_port}",
                 )
             self.tickets.host_of(ticket if isinstance(ticket, str) else "")
         except WeighbridgeError as error:

@@ -180,7 +180,7 @@ def received(
         if len(message.data) > rpc.MESSAGE_BYTES:
             raise InvalidArgument(
                 f"a message of {len(message.data)} bytes exceeds the limit of {rpc.MESSAGE_BYTES}",
-                fix="cut the stream into smaller messages",
+                fix="split the stream into smaller messages",
             )
         share.came(len(message.data))
         yield message.message.offset, message.data, message.message.checksum

@@ -120,8 +120,8 @@ class Call:
         self._stood = now
         if self._identity() != self.peer.identity:
             raise Unavailable(
-                "what the call has shown counts no longer: its token has expired, or the policy has changed",
-                fix="call again, with a token that is valid",
+                "the credentials of the call are no longer valid: its token has expired, or the policy has changed",
+                fix="call again with a valid token",
             )
 
     def _identity(self) -> Identity:

@@ -204,8 +204,8 @@ class Method:
             return self._decode(raw)
         except DecodeError as error:
             raise InvalidArgument(
-                f"the request is no message of this method: {error}",
-                fix="use the contract in protos/, of this service's release",
+                f"the request is not a message of this method: {error}",
+                fix="use the contract in protos/ of this service's release",
             ) from error
 
     def _known(self, error: Exception) -> WeighbridgeError:
@@ -213,7 +213,9 @@ class Method:
         if isinstance(error, WeighbridgeError):
             return error
         log.error("%s failed", self._descriptor.name, exc_info=error)
-        return WeighbridgeError(f"the service failed: {type(error).__name__}", fix="its log says more")
+        return WeighbridgeError(
+            f"the service failed: {type(error).__name__}", fix="see the log of the service"
+        )
 
 
 def methods_of(

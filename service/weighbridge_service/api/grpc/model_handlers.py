@@ -109,7 +109,9 @@ class ModelHandlers:
 
     async def WatchRefs(self, request: pb.WatchRefsRequest, call: Call) -> AsyncIterator[bytes]:
         if not 0 < len(request.refs) <= _MOST_REFS:
-            raise InvalidArgument(f"{len(request.refs)} refs are not between 1 and {_MOST_REFS}")
+            raise InvalidArgument(
+                f"the request names {len(request.refs)} refs, not between 1 and {_MOST_REFS}"
+            )
         follows = [
             self._watches.follow(each.model, RECEIVING if each.receiving else each.ref, each.after)
             for each in request.refs

@@ -142,12 +142,12 @@ class Requests:
         except TimeoutError:
             if reader.hurried:
                 raise ResourceExhausted(
-                    "the call has sent nothing, and others wait",
+                    "the call has sent no message, and other calls wait",
                     fix="send a request at once, then try again",
                     retry_after=RETRY_SECONDS,
                 ) from None
             raise DeadlineExceeded(
-                f"the call has sent nothing for {self._limits.silent_seconds:g} s",
+                f"the call has sent no message for {self._limits.silent_seconds:g} s",
                 fix="send a request at once",
             ) from None
         if found is grpc.aio.EOF:  # type: ignore[attr-defined]

@@ -110,7 +110,7 @@ def bulk_ports(wanted: str, port: int) -> tuple[int, ...]:
     if wanted == AUTO:
         return (port + 1, 0) if port < _LAST_PORT else (0,)
     if not wanted.isascii() or not wanted.isdigit() or int(wanted[:6]) > _LAST_PORT:
-        raise InvalidArgument(f"{wanted[:20]!r} is no port", fix="name a number, or auto, or off")
+        raise InvalidArgument(f"{wanted[:20]!r} is not a port", fix="name a number, or auto, or off")
     return (int(wanted),)
 
 
@@ -222,7 +222,7 @@ def _why_not_bound(address: str) -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         return reason or str(error)
-    return "gRPC does not say why"
+    return "gRPC reports no reason"
 
 
 class GrpcServer:

@@ -183,9 +183,11 @@ class _Poller:
             self.fail(error)
             return
         except Exception as error:  # calls must not wait for a poller that has ended
-            log.exception("a look for %d questions failed", len(self.asked))
+            log.exception("polling for %d questions failed", len(self.asked))
             self.fail(
-                WeighbridgeError(f"the service failed: {type(error).__name__}", fix="its log says more")
+                WeighbridgeError(
+                    f"the service failed: {type(error).__name__}", fix="see the log of the service"
+                )
             )
             return
         self._absent = all(isinstance(answer, Unregistered) for answer in answers.values())
