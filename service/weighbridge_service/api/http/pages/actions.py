@@ -36,7 +36,9 @@ async def _form(request: Request) -> _Form:
     try:
         return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_MOST_FIELDS))
     except ValueError as error:
-        raise InvalidArgument("this is no form of a page", fix="use the service's own pages") from error
+        raise InvalidArgument(
+            "the body is not a form of a page", fix="use the service's own pages"
+        ) from error
 
 
 Form = Annotated[_Form, Depends(_form)]
@@ -134,8 +136,8 @@ def _add_login(router: APIRouter, service: Weighbridge, sessions: Sessions, rend
         token, following = form.get("token", "").strip(), _own_path(form.get("next", ""))
         if not service.access.knows_tokens or not 0 < len(token) <= _LONGEST_TOKEN:
             raise InvalidArgument(
-                "the form has no token that could be known here",
-                fix="show one that the service's policy knows",
+                "the form has no token that this service could know",
+                fix="enter a token that the service's policy knows",
             )
         authorization = f"Bearer {token}"
         identity = service.access.identify(Evidence(authorization))

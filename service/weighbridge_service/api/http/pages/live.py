@@ -41,8 +41,8 @@ _MOST_VIEWS = 512
 _THREADS = 2
 """Maximum number of views that are rebuilt at the same time."""
 _LATE = (
-    "The store does not answer, or the service has too much to do: what is shown is from before. "
-    "/readyz and the log of the service say more."
+    "The store does not answer, or the service is overloaded: this page shows an earlier state. "
+    "See /readyz and the log of the service."
 )
 TROUBLE = "trouble"
 """Name of the fragment with the reason why a view cannot be rebuilt."""
@@ -203,7 +203,7 @@ class LiveViews:
             return False, 0.0
         except Exception:
             log.exception("a page could not be made")
-            live.take({TROUBLE: "the service failed; its log says more"})
+            live.take({TROUBLE: "the service failed; see its log"})
             return False, 0.0
         finally:
             late.cancel()

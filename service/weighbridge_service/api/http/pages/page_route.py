@@ -78,7 +78,7 @@ def _check_own(request: Request) -> None:
     """
     if "origin" not in request.headers:
         raise PermissionDenied(
-            "the form does not say which page has sent it",
+            "the form does not name the page that sent it",
             fix="use the service's own pages, or its API: /docs",
         )
 
@@ -97,7 +97,7 @@ def _page_of(request: Request, error: Exception, renderer: Renderer) -> Response
     else:
         status, message, fix, details = (
             InvalidArgument.http_status,
-            "the address is not one of a page",
+            "the address is not that of a page",
             "",
             (),
         )

@@ -194,7 +194,7 @@ def _cost_text(version: Version, ranks: Sequence[RankProgress]) -> str:
     received = max(version.received_bytes, sum(each.received_bytes for each in ranks))
     if not ranks and not received:
         return ""
-    come = f"{readable_part(received, version.tensor_bytes)} had come"
+    come = f"{readable_part(received, version.tensor_bytes)} had arrived"
     sealed = [each for each in ranks if each.sealed_time_ms]
     declared = [each for each in ranks if each.declared_time_ms]
     if sealed:

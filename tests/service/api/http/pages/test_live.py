@@ -117,7 +117,7 @@ def test_what_cannot_be_read_is_said_and_what_was_shown_stays() -> None:
         assert await following(stream) == {TROUBLE: "the store does not answer"}
         source.error = ValueError("a secret")
         source.set(1)
-        assert await following(stream) == {TROUBLE: "the service failed; its log says more"}
+        assert await following(stream) == {TROUBLE: "the service failed; see its log"}
         source.error = None
         source.set(2)
         assert await following(stream) == {TROUBLE: "", "number": "2"}

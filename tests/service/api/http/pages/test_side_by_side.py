@@ -131,7 +131,7 @@ def test_tensors_are_compared_by_their_digests() -> None:
     assert {each.kind: each.names for each in found.others} == {
         "only in the first": ("gone",),
         "only in the second": ("more",),
-        "another dtype or shape": ("layers.10.b",),
+        "different dtype or shape": ("layers.10.b",),
     }
     (reward,) = found.metadata
     assert (reward.before.text, reward.after.text, reward.change) == ("0.5", "0.75", "+0.25")

@@ -104,11 +104,11 @@ def test_a_push_that_was_given_up_keeps_what_it_cost() -> None:
         RankProgress(4),
     )
     said = version_summary(version, (), PushProgress(ranks, ended_ms=309_000), NOBODY, 308_000)
-    assert said.cost == ("4.5 MB of 9.0 MB had come; 2 of 5 ranks had sealed, rank 1 last")
+    assert said.cost == ("4.5 MB of 9.0 MB had arrived; 2 of 5 ranks had sealed, rank 1 last")
     assert (said.times, said.spans[0].length) == ("given up after 5 min 08 s", UNITS)
     declared = tuple(RankProgress(rank, 1100 + rank) for rank in range(3))
     said = version_summary(version, (), PushProgress(declared, ended_ms=2000), NOBODY, 1000)
-    assert said.cost == "100 B of 9.0 MB had come; 3 of 3 ranks had declared, rank 2 last"
+    assert said.cost == "100 B of 9.0 MB had arrived; 3 of 3 ranks had declared, rank 2 last"
     elsewhere = version_summary(
         Version("a/b", 4, VersionState.FAILED, create_time_ms=1000),
         (),

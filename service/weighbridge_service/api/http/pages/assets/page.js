@@ -125,8 +125,8 @@
       say(false, "not live");
       const ended = source.readyState === EventSource.CLOSED;
       lost.textContent = ended
-        ? "The service does not send changes to this page any more. Reload it; you may have to sign in again."
-        : `The service cannot be reached since ${new Date(since).toLocaleTimeString()}. What is shown is from before.`;
+        ? "The service no longer updates this page. Reload it; you may have to sign in again."
+        : `The service cannot be reached since ${new Date(since).toLocaleTimeString()}. This page shows an earlier state.`;
       lost.hidden = false;
       if (ended) setTimeout(() => document.hidden || follow(), 5000);
     });

@@ -114,7 +114,7 @@ def compare_view(before: Side, after: Side) -> CompareView:
         _named("only in the first", old.keys() - new.keys()),
         _named("only in the second", new.keys() - old.keys()),
         _named(
-            "another dtype or shape", (a.name for a, b in both if (a.dtype, a.shape) != (b.dtype, b.shape))
+            "different dtype or shape", (a.name for a, b in both if (a.dtype, a.shape) != (b.dtype, b.shape))
         ),
     )
     return CompareView(

@@ -93,7 +93,7 @@ def _plot(key: str, values: Mapping[int, float], axis: str) -> Plot:
     )
     least, greatest = cell_of(min(values.values())).text, cell_of(max(values.values())).text
     first, last = min(values), max(values)
-    said = f"{cell_of(key).text} over {axis}s {first} to {last}: from {least} to {greatest}, at last {cell_of(list(values.values())[-1]).text}"
+    said = f"{cell_of(key).text} over {axis}s {first} to {last}: from {least} to {greatest}, last {cell_of(list(values.values())[-1]).text}"
     line = " ".join(f"{point.x},{point.y}" for point in points)
     return Plot(cell_of(key), points, line, least, greatest, first, last, axis, said)
 
