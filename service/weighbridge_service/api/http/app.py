@@ -134,8 +134,8 @@ def _models_router(service: Weighbridge) -> APIRouter:
         version: Annotated[
             str, Query(description="A number or a ref: only the adapters on this version.", max_length=128)
         ] = "",
-        after: Annotated[str, Query(description="Begin behind the adapter of this name.")] = "",
-        limit: Annotated[int, Query(ge=1, le=LARGEST_PAGE, description="Largest number of adapters.")] = PAGE,
+        after: Annotated[str, Query(description="Start after the adapter with this name.")] = "",
+        limit: Annotated[int, Query(ge=1, le=LARGEST_PAGE, description="Maximum number of adapters.")] = PAGE,
     ) -> AdaptersOut:
         """Adapters on versions of a model that you may see, by name. Give the last name of a page as `after` to get the next one."""
         found = service.catalog.adapters(f"{namespace}/{name}", version, peer_of(request).sees)
@@ -150,17 +150,19 @@ def _models_router(service: Weighbridge) -> APIRouter:
         confirm: Annotated[
             str,
             Query(
-                description="The model's name, as in `acme/smol`. To be said: all of it is deleted for good."
+                description="The model's name, as in `acme/smol`. Required, because the whole model is deleted permanently."
             ),
         ],
-        force: Annotated[bool, Query(description="Also if adapters are on versions of it.")] = False,
+        force: Annotated[
+            bool, Query(description="Delete the model even if adapters are on versions of it.")
+        ] = False,
     ) -> BaseModel:
         """Delete a model with all of its versions and refs. Collections delete its objects after the grace time."""
         model = f"{namespace}/{name}"
         if confirm != model:
             raise InvalidArgument(
-                f"this deletes {model} with all of its versions, and {confirm[:200]!r} was confirmed",
-                fix=f"say ?confirm={model} if that is meant",
+                f"this deletes {model} with all of its versions, but {confirm[:200]!r} was confirmed",
+                fix=f"to delete the model, pass ?confirm={model}",
             )
         deleted = service.collecting.delete_model(model, forced=force, sees=peer_of(request).sees)
         return DELETED_MODEL.model_validate(deleted)
@@ -169,13 +171,14 @@ def _models_router(service: Weighbridge) -> APIRouter:
     def list_versions(
         namespace: Namespace,
         name: Name,
-        limit: Annotated[int, Query(ge=1, le=LARGEST_PAGE, description="Largest number of versions.")] = PAGE,
+        limit: Annotated[int, Query(ge=1, le=LARGEST_PAGE, description="Maximum number of versions.")] = PAGE,
         before: Annotated[
-            int, Query(ge=0, le=10**12, description="Begin below this number; 0 with the newest.")
+            int,
+            Query(ge=0, le=10**12, description="Start below this number; 0 starts with the newest version."),
         ] = 0,
         include_invisible: Annotated[
             bool,
-            Query(description="Also those being received, and those that have failed lately."),
+            Query(description="Include versions that are being received and versions that failed recently."),
         ] = False,
         where: Annotated[
             list[str] | None,
@@ -219,7 +222,7 @@ def _models_router(service: Weighbridge) -> APIRouter:
         tags=["signatures"],
         response_class=Response,
         responses={
-            200: {"content": {SIGNATURE_TYPE: {}}, "description": "A bundle, as model_signing takes it."}
+            200: {"content": {SIGNATURE_TYPE: {}}, "description": "A bundle, as model_signing reads it."}
         },
     )
     def get_signature(

@@ -49,7 +49,7 @@ class BodyLimit:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                raise HTTPException(408, f"the body has not come within {_BODY_SECONDS:g} s") from None
+                raise HTTPException(408, f"the body has not arrived within {_BODY_SECONDS:g} s") from None
             size = len(message.get("body", b""))
             if count + size > MAX_BODY_BYTES:
                 raise _too_large()

@@ -90,7 +90,7 @@ class Listener:
         try:
             await loop.connect_accepted_socket(protocol, connection, ssl=tls, ssl_handshake_timeout=seconds)
         except OSError as error:
-            log.debug("a client did not come to its first request: %s", error)
+            log.debug("a client disconnected before its first request: %s", error)
             connection.close()
             leave()
 

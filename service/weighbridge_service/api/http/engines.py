@@ -17,13 +17,13 @@ from weighbridge_service.engines.pages import LARGEST_PAGE
 ENGINES = create_model(
     "EnginesOut",
     __base__=Out,
-    __doc__="Engines whose agents have reported lately.",
+    __doc__="Engines whose agents have reported recently.",
     engines=(list[answer_of(Engine)], Field(description="Engines, by model, address and id.")),  # type: ignore[misc, arg-type]
-    next=(str, Field(description="Where the next page begins; empty if there are no more.")),
+    next=(str, Field(description="Where the next page begins; empty if there are no more engines.")),
 )
 _PAGE = 100
-After = Annotated[str, Query(description="Begin where the page before has said, in `next`.")]
-Limit = Annotated[int, Query(ge=1, le=LARGEST_PAGE, description="Largest number of engines.")]
+After = Annotated[str, Query(description="Where the page begins: `next` of the previous page.")]
+Limit = Annotated[int, Query(ge=1, le=LARGEST_PAGE, description="Maximum number of engines.")]
 
 
 def engines_router(engines: KnownEngines) -> APIRouter:

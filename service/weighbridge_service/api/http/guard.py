@@ -106,16 +106,16 @@ def refusal(method: str, headers: Headers, names: HostNames) -> Refusal | None:
         return Refusal(
             "HOST_NOT_ALLOWED",
             421,
-            f"this service is not called {host[:80]!r}",
-            "ask by its address, or let the service be started with --http-host and this name",
+            f"{host[:80]!r} is not a name of this service",
+            "use its address, or start the service with --http-host and this name",
         )
     origin = headers.get("origin")
     if method not in _READING and origin is not None and _authority_of(origin) != host:
         return Refusal(
             "CROSS_ORIGIN",
             403,
-            f"a page of {origin[:80]!r} cannot change anything here",
-            "use the service's own pages, or a program",
+            f"a page of {origin[:80]!r} may not change anything in this service",
+            "use the service's own pages, or a client program",
         )
     return None
 

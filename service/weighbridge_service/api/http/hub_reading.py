@@ -94,7 +94,7 @@ class Hub:
             )
         except (NotFound, InvalidArgument) as error:
             raise DataLoss(
-                f"{path} of {version.model}@{version.number} in the store is not what its manifest says"
+                f"{path} of {version.model}@{version.number} in the store does not agree with its manifest"
             ) from error
 
     def _checks_of(self, version: HubVersion, path: str) -> ReadChecks:

@@ -199,7 +199,7 @@ def hub_router(
     @router.head("/{name}/raw/{rest:path}")
     def no_namespace(name: str) -> Response:
         """Refuse names without a namespace, such as `gpt2`."""
-        raise RepoNotFound(f"there is no model {shown(name)}", fix="models are called namespace/name")
+        raise RepoNotFound(f"there is no model {shown(name)}", fix="model names have the form namespace/name")
 
     return router
 
@@ -233,7 +233,7 @@ def _checked(request: Request, asked: Asked) -> Asked:
     there = request.path_params
     if asked.model != f"{there['namespace']}/{there['name']}":
         raise RepoNotFound(
-            f"there is no model {shown(asked.model)}", fix="write the path as it is, without quoting letters"
+            f"there is no model {shown(asked.model)}", fix="write the path without percent-encoded letters"
         )
     return asked
 
@@ -274,9 +274,9 @@ class _Paths:
         said = json.loads(body)
         paths = said.get("paths") if isinstance(said, dict) else None
         if not isinstance(paths, list) or len(paths) > _MOST_PATHS:
-            raise ValueError("paths is no list, or too long")
+            raise ValueError("paths is not a list, or is too long")
         if not all(isinstance(path, str) for path in paths):
-            raise ValueError("a path is no text")
+            raise ValueError("a path is not a string")
         return _Paths(paths, said.get("expand") is True)
 
 

@@ -52,7 +52,10 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
         findings = health.findings()
         if peer_of(request).identity.may(Verb.OBSERVE):
             return findings
-        return [Check(each.name, each.status, "details are for those who may observe") for each in findings]
+        return [
+            Check(each.name, each.status, "details are shown only to callers who may observe")
+            for each in findings
+        ]
 
     @router.get("/readyz")
     async def readiness(request: Request) -> ReadinessOut:
@@ -67,7 +70,7 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
         """One of the checks of `/readyz`."""
         findings = {found.name: found for found in findings_for(request)}
         if check not in findings:
-            raise NotFound(f"there is no check {check[:80]!r}", fix=f"there are: {', '.join(findings)}")
+            raise NotFound(f"there is no check {check[:80]!r}", fix=f"checks: {', '.join(findings)}")
         health.check_ready([findings[check]])
         return CheckOut.model_validate(findings[check])
 
@@ -87,7 +90,7 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
         response_class=Response,
         responses={
             200: {
-                "description": "Figures in Prometheus' text format.",
+                "description": "Metrics in Prometheus' text format.",
                 "content": {"text/plain": {"schema": {"type": "string"}}},
             }
         },

@@ -35,7 +35,7 @@ VersionOrRef = Annotated[str, _text("A number or a ref.", REF_PATTERN, "latest")
 Number = Annotated[int, Path(ge=1, le=MAX_VERSION, description="A version's number.", examples=[17])]
 Ref = Annotated[str, _text("Name of the ref.", REF_PATTERN, "prod")]
 SignatureId = Annotated[str, _text("SHA-256 of the signature, its `id`.", "^[0-9a-f]{64}$")]
-JobId = Annotated[str, _text("The `id` that starting the export gave.", "^[0-9a-f]{32}$")]
+JobId = Annotated[str, _text("The `id` from the response that started the export.", "^[0-9a-f]{32}$")]
 RequestId = Annotated[str, _text("The `request_id` of the request.", REQUEST_PATTERN)]
 VersionField = Annotated[
     str, Field(description="A number or a ref.", max_length=128, coerce_numbers_to_str=True, examples=["17"])

@@ -37,12 +37,12 @@ _HTTP_REASONS = {
 class Problem(BaseModel):
     """A problem document (RFC 9457)."""
 
-    type: str = Field(description="What kind of problem; the same for all of its kind.")
+    type: str = Field(description="The kind of problem; the same for all problems of this kind.")
     title: str = Field(description="The kind in words.")
     status: int = Field(description="The HTTP status.")
     detail: str = Field(description="What is wrong, in one sentence.")
     fix: str = Field(description="What the caller can do about it; may be empty.")
-    details: list[str] = Field(description="One line for each field, tensor or other thing concerned.")
+    details: list[str] = Field(description="One line for each affected field, tensor or other item.")
 
 
 class ProblemResponse(Response):
@@ -112,7 +112,7 @@ async def on_error(request: Request, error: Exception) -> Response:
         return ProblemResponse(
             InvalidArgument.reason,
             InvalidArgument.http_status,
-            "the request is not what this endpoint takes",
+            "the request is not valid for this endpoint",
             fix="/docs describes all requests",
             details=lines[:_MOST_FIELDS],
         )
@@ -124,5 +124,5 @@ async def on_error(request: Request, error: Exception) -> Response:
         WeighbridgeError.reason,
         WeighbridgeError.http_status,
         "the service failed",
-        fix="its log says more",
+        fix="see the log of the service",
     )

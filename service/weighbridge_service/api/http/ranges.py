@@ -25,7 +25,8 @@ class RangeNotSatisfiable(WeighbridgeError):
 
     def __init__(self, size: int) -> None:
         super().__init__(
-            f"the file has {size} bytes, and the range begins behind them", fix="ask for bytes it has"
+            f"the file has {size} bytes, and the range starts after its end",
+            fix="request bytes within the file",
         )
         self.size = size
 
@@ -42,8 +43,8 @@ class ContentChanged(WeighbridgeError):
 
     def __init__(self, etag: str) -> None:
         super().__init__(
-            "the file has another content than If-Match asks for",
-            fix=f"begin anew, with the ETag that it has: {etag}",
+            "the content of the file does not match If-Match",
+            fix=f"start again with the current ETag: {etag}",
         )
         self.etag = etag
 

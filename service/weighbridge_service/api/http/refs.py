@@ -22,12 +22,14 @@ REQUEST = answer_of(RefRequest)
 class RequestRefIn(In):
     """The requested change of a ref."""
 
-    action: Literal["move", "delete"] = Field("move", description="Whether it shall name a version, or go.")
-    version: VersionField = Field("latest", description="That it shall name, if it shall name one.")
-    note: str = Field("", description="Kept with the request.", max_length=MAX_TEXT)
+    action: Literal["move", "delete"] = Field(
+        "move", description="Whether to move the ref to a version or to delete it."
+    )
+    version: VersionField = Field("latest", description="The version that the ref is moved to.")
+    note: str = Field("", description="A note that is kept with the request.", max_length=MAX_TEXT)
     request_id: str = Field(
         default_factory=lambda: uuid.uuid4().hex,
-        description="Names the call; the same in each repetition. The request has another name, which the answer says.",
+        description="Identifies the call; the same in each retry. The request has a different id, which the response contains.",
         pattern=REQUEST_PATTERN,
     )
 

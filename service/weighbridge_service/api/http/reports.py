@@ -15,20 +15,22 @@ from weighbridge_storage.memory.image_decisions import Space
 class LimitOut(Out):
     """A limit on memory."""
 
-    name: str = Field(description="What sets it.", examples=["memory.max of control group /"])
-    limit: int = Field(description="Most bytes.")
-    used: int = Field(description="Bytes in use that cannot be taken back, by whomever.")
+    name: str = Field(description="What sets the limit.", examples=["memory.max of control group /"])
+    limit: int = Field(description="Maximum number of bytes.")
+    used: int = Field(description="Bytes in use, by any process, that cannot be reclaimed.")
     available: int = Field(description="Bytes left.")
 
 
 class SpaceOut(Out):
     """Capacity for images in memory, or on disk."""
 
-    budget: int = Field(description="Most bytes; 2**62 stands for no such bound, 0 for none at all.")
+    budget: int = Field(
+        description="Maximum number of bytes; 2**62 if there is no limit, 0 if nothing is allowed."
+    )
     in_use: int = Field(description="Bytes of images in use.")
-    free: int = Field(description="Bytes of memory or files that wait to be used again.")
-    available: int = Field(description="Bytes that the machine can give beyond these.")
-    most: int = Field(description="Bytes that the machine could give if no other process took any.")
+    free: int = Field(description="Bytes of memory or files that are free for reuse.")
+    available: int = Field(description="Further bytes that the machine can provide.")
+    most: int = Field(description="Bytes that the machine could provide if no other process used any.")
 
     @classmethod
     def of(cls, space: Space) -> SpaceOut:
@@ -53,11 +55,11 @@ class HoldingOut(Out):
         validation_alias=AliasPath("owner", "number"),
     )
     nbytes: int = Field(description="Its size.")
-    in_memory: bool = Field(description="Whether it lies in memory, and not on disk.")
+    in_memory: bool = Field(description="Whether it is in memory, and not on disk.")
     use: HeldFor = Field(description="Why it is held.")
-    seconds: float = Field(description="For how long.")
-    readers: int = Field(description="Leases of those who read or write it.")
-    reading_seconds: float = Field(description="For how long the oldest of these has been there.")
+    seconds: float = Field(description="For how long it has been held.")
+    readers: int = Field(description="Number of leases under which it is read or written.")
+    reading_seconds: float = Field(description="Age of the oldest of these leases, in seconds.")
 
 
 class WaitingImageOut(Out):
@@ -68,26 +70,30 @@ class WaitingImageOut(Out):
     )
     number: int = Field(description="The version.", validation_alias=AliasPath("owner", "number"))
     nbytes: int = Field(description="Its size.")
-    seconds: float = Field(description="For how long.")
+    seconds: float = Field(description="For how long the push has waited for it.")
     reason: str = Field(description="What it waits for, with the figures.")
 
 
 class MemoryOut(Out):
     """Memory of the service: limits, budget, and images."""
 
-    budget: int = Field(description="Most bytes of images in memory.")
+    budget: int = Field(description="Maximum number of bytes of images in memory.")
     budget_chosen: bool = Field(
         description="Whether the operator has set it; otherwise it was derived from the limits."
     )
-    process: int = Field(description="Bytes that the service keeps for itself besides images.")
-    private: int = Field(description="Bytes of these that it has.")
-    limits: list[LimitOut] = Field(description="On what the service may use, alone or with others.")
-    memory: SpaceOut = Field(description="Room for images in memory.")
-    disk: SpaceOut = Field(description="Room for images in the scratch folder.")
-    holdings: list[HoldingOut] = Field(description="Who has which image, the longest held first.")
-    waiting: list[WaitingImageOut] = Field(description="Who waits for one, the first in line first.")
-    byte_budget: int = Field(description="Most bytes of weights on their way through gRPC.")
-    in_flight: dict[Direction, int] = Field(description="These bytes, by the way they go.")
+    process: int = Field(description="Bytes that the service reserves for itself besides images.")
+    private: int = Field(description="Bytes of these that it uses now.")
+    limits: list[LimitOut] = Field(
+        description="Limits on the memory that the service may use, alone or with other processes."
+    )
+    memory: SpaceOut = Field(description="Capacity for images in memory.")
+    disk: SpaceOut = Field(description="Capacity for images in the scratch folder.")
+    holdings: list[HoldingOut] = Field(description="Images in use, the longest held first.")
+    waiting: list[WaitingImageOut] = Field(
+        description="Images that pushes wait for, in the order of the queue."
+    )
+    byte_budget: int = Field(description="Maximum number of bytes of weights in flight over gRPC.")
+    in_flight: dict[Direction, int] = Field(description="Bytes in flight, by direction.")
 
     @classmethod
     def of(cls, report: MemoryReport, byte_budget: int, in_flight: InFlight) -> MemoryOut:
@@ -110,8 +116,8 @@ class MemoryOut(Out):
 class CheckOut(Out):
     """Finding of one check."""
 
-    name: str = Field(description="What was looked at.", examples=["memory budget"])
-    status: CheckStatus = Field(description="How it stands.")
+    name: str = Field(description="What was checked.", examples=["memory budget"])
+    status: CheckStatus = Field(description="Result of the check.")
     what: str = Field(description="What was found, with the figures.")
     fix: str = Field(description="What to do about it; empty if nothing needs to be done.")
 
@@ -119,14 +125,14 @@ class CheckOut(Out):
 class ChecksOut(Out):
     """Findings of `weighbridge doctor`."""
 
-    checks: list[CheckOut] = Field(description="In the order in which they are best read.")
+    checks: list[CheckOut] = Field(description="The checks, in the order in which to read them.")
 
 
 class ReadinessOut(Out):
     """Readiness: new work can be sent here."""
 
     status: str = Field(examples=["ready"])
-    checks: list[CheckOut] = Field(description="What was looked at; none has failed.")
+    checks: list[CheckOut] = Field(description="The checks; none has failed.")
 
 
 class StatusOut(Out):

@@ -71,7 +71,7 @@ class CollectIn(In):
     """Options of a collection."""
 
     dry_run: StrictBool = Field(
-        description="Only say what would be done. To be said: the rest is deleted for good."
+        description="Only report what would be done. Required, because otherwise versions are deleted permanently."
     )
 
 
@@ -84,34 +84,34 @@ class ExportIn(In):
     version: VersionField = "latest"
     folder: str | None = Field(
         None,
-        description="Where, relative to the service's folder for exports; by default a new folder named after the "
+        description="The folder, relative to the service's folder for exports; by default a new folder named after the "
         "model and the version.",
         examples=["smol-bf16"],
     )
     dtype: str | None = Field(
         None,
-        description="Cast floating-point tensors; by default they stay as they are.",
+        description="Cast floating-point tensors to this dtype; by default they keep their own.",
         examples=["bf16"],
         json_schema_extra={"pattern": rf"^(torch\.)?({'|'.join(dtypes.NAMES)})$"},
     )
     max_shard_bytes: int | None = Field(
-        None, description="Largest safetensors file, in bytes; by default 5 GB.", ge=1, le=2**53
+        None, description="Maximum size of a safetensors file, in bytes; by default 5 GB.", ge=1, le=2**53
     )
 
 
 class ExportOut(Out):
     """An export and its current state."""
 
-    id: str = Field(description="Names the job.")
+    id: str = Field(description="Identifies the export.")
     model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
     number: int = Field(description="The version that is written.", examples=[17])
     folder: str = Field(
-        description="Where the service writes it. It is there once the job is done, and not before."
+        description="Where the service writes it. The folder exists only once the export is done."
     )
-    state: ExportState = Field(description="The last three are final.")
+    state: ExportState = Field(description="State of the export; the last three are final.")
     bytes_done: int = Field(description="Bytes of weights written so far.")
     bytes_total: int = Field(description="Bytes of weights to write; 0 until it runs.")
-    error: str = Field(description="Why it failed; empty otherwise.")
+    error: str = Field(description="Why the export failed; empty otherwise.")
     create_time_ms: int = Field(description="Unix time in milliseconds.")
     end_time_ms: int = Field(description="Unix time in milliseconds; 0 if it has not ended.")
 

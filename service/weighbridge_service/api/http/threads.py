@@ -33,8 +33,8 @@ def in_threads(
                 if not limit.expired():
                     raise
             raise Unavailable(
-                f"there was no answer within {seconds:g} s: the store does not answer, or the service has too much to do",
-                fix="try again; /readyz and the log of the service say more",
+                f"no response within {seconds:g} s: the store does not answer, or the service is overloaded",
+                fix="try again; see /readyz and the log of the service",
             )
 
         return run

@@ -133,8 +133,8 @@ def _of_page(operation: Operation[Any]) -> list[Argument]:
     """Paging parameters of a list."""
     if not operation.pages:
         return []
-    after = Query(description=f"Begin behind the {operation.within[:-1]} of this {operation.order}.")
-    limit = Query(ge=1, le=LARGEST_PAGE, description=f"Largest number of {operation.within}.")
+    after = Query(description=f"Start after the {operation.within[:-1]} with this {operation.order}.")
+    limit = Query(ge=1, le=LARGEST_PAGE, description=f"Maximum number of {operation.within}.")
     return [
         _argument("after", Annotated[str, after], ""),
         _argument("limit", Annotated[int, limit], PAGE),
