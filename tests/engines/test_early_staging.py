@@ -526,7 +526,7 @@ def test_what_is_ready_or_has_other_tensors_is_not_read_early(
         (replace(spec, dtype=dtypes.parse("bf16")) for spec in recording.specs.values()),
         [placement.shard for placement in recording.layout.placements],
     )
-    with pytest.raises(FailedPrecondition, match="has other tensors than the previous one"):
+    with pytest.raises(FailedPrecondition, match="has different tensors than the previous one"):
         read(number, recording.request, other)
     assert not read(number, recording.request, recording.layout).arrivals.count
 

@@ -69,7 +69,7 @@ class LaneConnection:
             if own_user and _user_of(self._socket) != os.getuid():
                 # any user of a machine that the service does not run on could have made it
                 raise FailedPrecondition(
-                    f"who answers on the service's socket {path} is another user's process"
+                    f"the process that answers on the service's socket {path} is another user's"
                 )
             self._socket.settimeout(None)
             protocol.limit_sending(self._socket, _ANSWER_SECONDS)
@@ -77,7 +77,7 @@ class LaneConnection:
             self._socket.close()
             raise FailedPrecondition(
                 f"the service's socket {path} cannot be reached from here: {error.strerror or error}",
-                fix="containers have to mount the folder of the socket, at the same path: see --local-socket",
+                fix="containers must mount the folder of the socket at the same path: see --local-socket",
             ) from error
         except FailedPrecondition:
             self._socket.close()

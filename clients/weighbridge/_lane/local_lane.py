@@ -261,7 +261,7 @@ class LocalLane:
             raise
         except WeighbridgeError as error:
             raise FailedPrecondition(
-                f"the service does not say where its socket is: {error.message}"
+                f"the service does not report the path of its socket: {error.message}"
             ) from error
         named = os.environ.get(SOCKET_VARIABLE, "")
         path = named or found.socket
@@ -302,7 +302,7 @@ def _map(descriptors: Sequence[int], memory: pb.SharedMemory, use: Use) -> Mappe
     except OSError as error:
         raise DataLoss(f"the descriptor of granted memory cannot be used: {error}") from error
     if size < memory.bytes:
-        raise DataLoss("the service granted memory that is shorter than it says")
+        raise DataLoss("the service granted memory that is shorter than it reported")
     return MappedMemory(descriptors[0], memory.key, memory.bytes, use)
 
 
@@ -312,11 +312,11 @@ def _arrivals(
     """The marks of a version that is being received, by the first of the descriptors."""
     if said.layout_digest != layout.digest or len(said.marks) != len(layout.placements):
         raise FailedPrecondition(
-            "the version has other tensors than the previous one, and is read when it is ready"
+            "the version has different tensors than the previous one, and can be read only when it is ready"
         )
     memory = _map(descriptors, said.memory, Use.READ)
     if max(said.marks, default=0) >= memory.nbytes:
-        raise DataLoss("the service says that a mark lies in memory that it has not granted")
+        raise DataLoss("the service reports a mark in memory that it has not granted")
     return ArrivalMarks(memory, np.array(said.marks, np.int64), said.tensors_digest, connection)
 
 
@@ -338,7 +338,7 @@ def _duplicate(descriptor: int) -> int:
     try:
         return os.dup(descriptor)
     except OSError as error:
-        raise ResourceExhausted(f"there is no descriptor left: {error}") from error
+        raise ResourceExhausted(f"no file descriptor is left: {error}") from error
 
 
 class _Forks:

@@ -71,10 +71,10 @@ class LanePlans:
         """
         places: Mapping[str, tuple[int, int]] = {file.name: (file.memory, file.offset) for file in loan.files}
         if any(number >= len(sizes) for number, _ in places.values()):
-            raise DataLoss("the service says that a file lies in memory that it has not granted")
+            raise DataLoss("the service reports a file in memory that it has not granted")
         plan = loan.plan if loan.HasField("plan") else known
         if plan is None:
-            raise DataLoss("the service counts on a plan that is not known here")
+            raise DataLoss("the service refers to a plan that this client does not have")
         key = (loan.plan_id, tuple(sorted(places.items())), tuple(sizes))
         with self._lock:
             self._plans[loan.plan_id] = plan

@@ -47,7 +47,7 @@ def send_at_once(connection: socket.socket, message: _Serializable) -> None:
     raw = message.SerializeToString()
     framed = _LENGTH.pack(len(raw)) + raw
     if connection.send(framed, socket.MSG_DONTWAIT) != len(framed):
-        raise BlockingIOError("there is no room for a message on the local lane")
+        raise BlockingIOError("the socket of the local lane has no room for a message")
 
 
 def limit_sending(connection: socket.socket, seconds: float) -> None:
@@ -95,7 +95,7 @@ def receive(
             descriptors += found
             if not part:
                 if head:
-                    raise Unavailable("a message on the local lane broke off")
+                    raise Unavailable("a message on the local lane was cut off")
                 return None
             head += part
         (length,) = _LENGTH.unpack(head)
@@ -132,7 +132,7 @@ def _body(connection: socket.socket, length: int, room: Room | None, seconds: fl
             end = taken if room is not None and taken else length
             count = connection.recv_into(view[received:end])
             if not count:
-                raise Unavailable("a message on the local lane broke off")
+                raise Unavailable("a message on the local lane was cut off")
             received += count
         return bytes(view)
 

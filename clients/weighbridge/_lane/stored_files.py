@@ -56,7 +56,7 @@ class StoredFile:
         try:
             self._descriptor = os.dup(descriptor)
         except OSError as error:
-            raise ResourceExhausted(f"there is no descriptor left: {error}") from error
+            raise ResourceExhausted(f"no file descriptor is left: {error}") from error
         weakref.finalize(self, os.close, self._descriptor)
         self._what = f"{names} of {title}"
         self._title = title
@@ -69,7 +69,9 @@ class StoredFile:
 
     @property
     def _fix(self) -> str:
-        return f"`weighbridge verify {self._title}` says what is left of it; restore the file from a backup"
+        return (
+            f"`weighbridge verify {self._title}` reports what is left of it; restore the file from a backup"
+        )
 
     def read(self, copy: ByteCopy[int], target: Bytes, tensor: str) -> None:
         """Read the bytes of one copy. Those of a whole tensor are compared with its digest.

@@ -64,8 +64,8 @@ def ask(control: grpc.Channel, server: str, credentials: Credentials = NONE) -> 
     address = f"{host}:{found.port}"
     if not _listens(host, found.port):
         log.warning(
-            "the service takes weights at %s, which cannot be reached from here: they go over %s, which takes more processor time; "
-            "let that port through, or serve with --bulk-port off",
+            "the service takes weights at %s, which cannot be reached from here: they go over %s, which "
+            "takes more processor time; open that port, or serve with --bulk-port off",
             address,
             server,
         )

@@ -61,8 +61,8 @@ class Credentials:
             )
         if self.certificate is not None and self.ca is None:
             raise InvalidArgument(
-                "a client's certificate is shown over TLS alone",
-                fix=f"say who has issued the service's certificate: {CA_VARIABLE}, a file or {SYSTEM}",
+                "a client's certificate can only be presented over TLS",
+                fix=f"name the authority of the service's certificate: set {CA_VARIABLE} to a file or to {SYSTEM}",
             )
         if self.token is not None and self.token_file is not None:
             raise InvalidArgument("token and token_file are both set", fix="set one of them")
@@ -98,7 +98,7 @@ class Credentials:
         if not token or not token.isascii() or not token.isprintable() or " " in token:
             where = self.token_file or TOKEN_VARIABLE
             raise InvalidArgument(
-                f"what {where} holds is no token: it is empty, or has characters that none has",
+                f"what {where} contains is not a token: it is empty, or has characters that tokens cannot have",
                 fix="write the token there, and nothing else",
             )
         return AUTHORIZATION, f"Bearer {token}"
@@ -112,8 +112,8 @@ class Credentials:
         if not self.has_token or self.ca is not None or self.insecure or stays_here(server):
             return
         raise InvalidArgument(
-            f"the token would be sent to {server} without TLS, for everybody on the way to read",
-            fix=f"say who has issued the service's certificate ({CA_VARIABLE}), or set {INSECURE_VARIABLE}=1 in a network that you trust",
+            f"the token would be sent to {server} without TLS, and anyone on the way could read it",
+            fix=f"name the authority of the service's certificate ({CA_VARIABLE}), or set {INSECURE_VARIABLE}=1 in a network that you trust",
         )
 
     def tls(self) -> grpc.ChannelCredentials | None:

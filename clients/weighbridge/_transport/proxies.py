@@ -93,6 +93,7 @@ def _checked(url: str) -> str:
         good = False
     if not good:
         raise InvalidArgument(
-            f"{PROXY_VARIABLE} is no URL of a proxy that gRPC can use", fix="write it as http://HOST:PORT"
+            f"{PROXY_VARIABLE} is not the URL of a proxy that gRPC can use",
+            fix="write it as http://HOST:PORT",
         )
     return url

@@ -82,7 +82,7 @@ def _cut(raw: memoryview, kind: Any, most: int) -> Iterator[bytes | memoryview]:
             field = kind.fields_by_number.get(tag >> 3)
             if field is None:
                 raise InvalidArgument(
-                    f"a {kind.name} has {position - content} bytes in a field that is not known here, which cannot be sent in parts"
+                    f"a {kind.name} has {position - content} bytes in an unknown field, which cannot be sent in parts"
                 )
             for part in _cut_field(raw[content:position], field, most):
                 yield write_varint(tag) + write_varint(len(part)) + part

@@ -221,8 +221,9 @@ def _translate(error: Any, server: str, proxy: str) -> WeighbridgeError:
     if code is grpc.StatusCode.UNAVAILABLE and any(all(s in text for s in signs) for signs in _TLS):
         return Unavailable(
             f"the service at {server} cannot be reached: the two sides do not agree on TLS: {text}",
-            fix=f"say who has issued its certificate with {CA_VARIABLE}, a file or {SYSTEM}, if it speaks TLS, and unset that if not; "
-            f"if it asks for a certificate, show one ({CERTIFICATE_VARIABLE}, {KEY_VARIABLE})",
+            fix=f"if it speaks TLS, set {CA_VARIABLE} to the authority of its certificate, a file or "
+            f"{SYSTEM}, and unset that if not; if it requires a client's certificate, name one "
+            f"({CERTIFICATE_VARIABLE}, {KEY_VARIABLE})",
             worth_retrying=_TLS_SECONDS,
         )
     if code is grpc.StatusCode.UNAVAILABLE and proxy:
@@ -252,7 +253,7 @@ def _not_by_proxy(server: str, proxy: str, text: str) -> Unavailable:
     host = server.rpartition(":")[0]
     return Unavailable(
         f"the service at {server} cannot be reached through the proxy {proxy}: {_CONNECTING.sub('', text)}",
-        fix=f"let the proxy pass connections to {server}, or go past it: add {host} to no_proxy, or unset {proxies.PROXY_VARIABLE} if that names it",
+        fix=f"let the proxy pass connections to {server}, or bypass it: add {host} to no_proxy, or unset {proxies.PROXY_VARIABLE} if that names it",
         worth_retrying=_PROXY_SECONDS if _PROXY_FORBIDS.search(text) else math.inf,
     )
 

@@ -74,7 +74,7 @@ def space_from_proto(number: int) -> TensorSpace:
     """The tensor space of a number in the contract. Raises InvalidArgument."""
     space = _SPACES_BACK.get(number)
     if space is None:
-        raise InvalidArgument("the layout does not say which tensor space its names belong to")
+        raise InvalidArgument("the layout does not state to which tensor space its names belong")
     return space
 
 
@@ -234,7 +234,7 @@ def striping_from_proto(
     count, index = request.striping.count, request.striping.index
     if not index < count <= MOST_CALLS:
         raise InvalidArgument(
-            f"no stream is spread over {count} calls of which one has the number {index}",
+            f"a stream cannot be spread over {count} calls of which this one has the number {index}",
             fix=f"ask for 1 to {MOST_CALLS} calls, numbered from 0",
         )
     return Striping(count, index)
@@ -254,8 +254,8 @@ def _known_state(number: int) -> VersionState:
     state = state_from_proto(number)
     if state is None:
         raise FailedPrecondition(
-            f"the service says that a version is in state {number}, which is not known here",
-            fix="use the client of the service's release",
+            f"the service reports that a version is in state {number}, which this client does not know",
+            fix="use the client of the same release as the service",
         )
     return state
 

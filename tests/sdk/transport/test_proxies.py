@@ -80,7 +80,7 @@ def test_a_connection_without_tls_passes_only_the_proxy_that_is_named_for_it(
 
 @pytest.mark.parametrize("url", ["p:3128", "https://p:3128", "http://p", "http://:1", "http://p:x", "p"])
 def test_a_proxy_that_grpc_cannot_use_is_refused(url: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"{PROXY_VARIABLE} is no URL of a proxy"):
+    with pytest.raises(InvalidArgument, match=f"{PROXY_VARIABLE} is not the URL of a proxy"):
         channel_options(ELSEWHERE, tls=True, environment={PROXY_VARIABLE: url})
 
 

@@ -535,7 +535,7 @@ def test_who_answers_in_place_of_the_service_must_be_the_clients_own_user(open_f
 
     ended = in_a_fork(pretend, NOBODY)
     eventually(lambda: planted.exists() and planted.stat().st_mode & 0o777 == 0o666)
-    with pytest.raises(FailedPrecondition, match="another user's process"):
+    with pytest.raises(FailedPrecondition, match="is another user's"):
         LaneConnection(str(planted), True, "id", "me", "", lambda _key: None, lambda _connection: None)
     assert ended()
 
