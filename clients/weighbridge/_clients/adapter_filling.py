@@ -74,9 +74,9 @@ def adapter_target(
         )
     if merged := merged_layers(model):
         raise LayoutError(
-            f"adapters are merged into the weights below, and would be there twice after {version} has come",
+            f"adapters are merged into the base weights, and would be applied twice after {version} has arrived",
             details=first_lines(merged),
-            fix="call model.unmerge_adapter() before",
+            fix="call model.unmerge_adapter() first",
         )
     files = yield from model_files(plan.version.model, plan.version.number)
     check_computes_alike(files, model.peft_config[adapter_name], version)

@@ -303,5 +303,5 @@ def read_arriving(
     """
     lane = client._connection.lane
     if not lane.wanted:
-        raise FailedPrecondition("what arrives is read by the local lane")
+        raise FailedPrecondition("arriving slices can only be read by the local lane")
     return lane.read(model, number, request, layout, arriving=True)

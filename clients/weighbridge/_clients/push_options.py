@@ -70,7 +70,7 @@ def check_options_of_each(options: Mapping[str, object]) -> None:
     for name in ("golden", "max_drift"):
         if options.get(name) is not None:
             raise InvalidArgument(
-                f"{name} is of one version, and these options are of each push",
+                f"{name} is for one version, and these options are for every push",
                 fix="push the version with golden prompts by TrainerClient.push or push_state_dict",
             )
 

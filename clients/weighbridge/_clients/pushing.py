@@ -290,7 +290,7 @@ class Pusher:
             at = declared.push_at
         raise problem or Unavailable(
             f"{opened_at} and {at} do not agree on which of them this rank pushes to",
-            fix="see whether each can reach the other at its --advertise address; push again",
+            fix="check whether each can reach the other at its --advertise address; push again",
         )
 
     def _slot(self, hold: Hold) -> bool:

@@ -195,7 +195,7 @@ def test_what_cannot_be_waited_for_is_refused_at_once(state: Any) -> None:
 
 @pytest.mark.parametrize("refs", ["abc", [(MODEL, "live", 1)], [(MODEL, 3)], [(MODEL,)]])
 def test_refs_that_are_none_are_refused_before_anything_is_asked(refs: Any) -> None:
-    with pytest.raises(InvalidArgument, match="is no model with one of its refs"):
+    with pytest.raises(InvalidArgument, match="is not a model with one of its refs"):
         Watch.begin(refs, 1.0)
 
 

@@ -139,7 +139,7 @@ def test_a_signed_manifest_that_was_replaced_is_refused(
     path.write_bytes(text.replace(b'"version":1', b'"version":2'))
     engine = Recording(Serving(None))
     refused = next(follow(client, engine, Trusted.of_file(keys.public)))
-    assert f"gives the manifest of {MODEL}@2 for {MODEL}@1" in refused.error
+    assert f"returned the manifest of {MODEL}@2 for {MODEL}@1" in refused.error
     assert staged(engine) == []
 
 

@@ -29,7 +29,9 @@ def absences(refs: Sequence[tuple[str, str]]) -> Steps[list[str]]:
             found.append(said)
     if len(refs) > _ASKED:
         more = len(refs) - _ASKED
-        found.append(f"the same watch has brought nothing of {counted(more, 'more ref')}")
+        found.append(
+            f"{counted(more, 'more ref')} of the same watch {'has' if more == 1 else 'have'} no version yet"
+        )
     return found
 
 

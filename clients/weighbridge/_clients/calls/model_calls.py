@@ -73,7 +73,9 @@ def model_files(model: str, version: str | int | None) -> Steps[dict[str, bytes]
     files = (yield from _call("GetModelFiles", request)).files
     for file in files:
         if not is_file_name(file.name):
-            raise DataLoss(f"the service says that {meant.model} has a file {file.name[:200]!r}")
+            raise DataLoss(
+                f"the service sent a file of {meant.model} whose name is not valid: {file.name[:200]!r}"
+            )
     return {file.name: file.content for file in files}
 
 

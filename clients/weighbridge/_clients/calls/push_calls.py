@@ -119,9 +119,9 @@ def declare(
             if absent:
                 raise _not_declared(header, absent) from None
             raise DeadlineExceeded(
-                f"{header.model}@{header.number}: the service did not say in time whether all ranks have declared their layout",
+                f"{header.model}@{header.number}: the service did not report in time whether all ranks have declared their layout",
                 details=[error.message],
-                fix="see whether the service is overloaded; or give it longer with max_hold_s",
+                fix="check whether the service is overloaded; or raise max_hold_s",
             ) from error
         if response.layout_needed:
             request.layout.CopyFrom(wire.layout_to_proto(layout, space))
@@ -149,7 +149,7 @@ def _not_declared(header: pb.PushHeader, absent: Sequence[int]) -> DeadlineExcee
     return DeadlineExceeded(
         f"{header.model}@{header.number}: not all ranks have declared their layout in time",
         details=[f"rank {rank}" for rank in absent],
-        fix="every rank calls push with the same step, run and world_size; or give them longer with max_hold_s",
+        fix="call push on every rank with the same step, run and world_size; or raise max_hold_s",
     )
 
 

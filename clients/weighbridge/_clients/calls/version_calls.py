@@ -107,7 +107,7 @@ def list_versions(
 ) -> Steps[list[Version]]:
     """List the versions of a model, page by page, up to a limit."""
     if limit is not None and limit < 1:
-        raise InvalidArgument(f"{limit} versions cannot be listed", fix="ask for one at the least")
+        raise InvalidArgument(f"{limit} versions cannot be listed", fix="ask for at least one")
     return (
         yield from ask_all(
             table.LIST_VERSIONS, limit, model=model, include_invisible=include_invisible, where=tuple(where)
@@ -140,7 +140,7 @@ def get_manifest(model: str, number: int) -> Steps[ManifestText]:
             break
     manifest: ManifestText = yield Work(partial(ManifestText.read, bytes(text)))
     if (manifest.model, manifest.number) != (model, number):  # the service may be wrong, or malicious
-        raise DataLoss(f"the service gives the manifest of {manifest.title} for {model}@{number}")
+        raise DataLoss(f"the service returned the manifest of {manifest.title} for {model}@{number}")
     return manifest
 
 

@@ -39,7 +39,7 @@ class Watch:
         for ref in found:
             if [type(part) for part in ref] != [str, str]:
                 raise InvalidArgument(
-                    f"{ref!r} is no model with one of its refs",
+                    f"{ref!r} is not a model with one of its refs",
                     fix='watch tuples such as ("acme/smol", "live")',
                 )
         return Watch(found, (0,) * len(found), Backoff(retry_seconds, _PAUSE_SECONDS))

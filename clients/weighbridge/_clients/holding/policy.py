@@ -45,7 +45,8 @@ class HoldPolicy:
             isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds < math.inf
         ):
             raise InvalidArgument(
-                f"max_hold_s={seconds!r} is no time", fix="give seconds, more than 0; or leave it out"
+                f"max_hold_s={seconds!r} is not a valid time",
+                fix="give a number of seconds above 0, or leave it out",
             )
         if choice not in get_args(OnFailure):
             raise InvalidArgument(f"on_failure={choice!r} is not known", fix="use 'raise' or 'warn'")
