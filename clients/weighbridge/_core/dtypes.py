@@ -113,6 +113,6 @@ def parse(dtype: str | torch.dtype | DType) -> DType:
     found = _BY_ANY_NAME.get(name.removeprefix("torch."))
     if found is None:
         raise InvalidArgument(
-            f"{name[:40]!r} is no dtype known here", fix=f"use one of {', '.join(d.short for d in DTYPES)}"
+            f"{name[:40]!r} is not a known dtype", fix=f"use one of {', '.join(d.short for d in DTYPES)}"
         )
     return found

@@ -91,7 +91,7 @@ class ManifestText:
                 metadata=dict(found.get("metadata", {})),
             )
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise DataLoss(f"this is no manifest of a version: {error!r}"[:300]) from error
+            raise DataLoss(f"this is not the manifest of a version: {error!r}"[:300]) from error
         if not manifest.weights <= files.keys():
             raise DataLoss(f"the manifest of {manifest.title} does not list all files that hold tensors")
         return manifest
@@ -109,7 +109,7 @@ class ManifestText:
 
 def _name(name: str) -> str:
     if not is_file_name(name) or name == MANIFEST_FILE:
-        raise ValueError(f"{name[:100]!r} cannot name a file of a version")
+        raise ValueError(f"{name[:100]!r} is not a valid name for a file of a version")
     return name
 
 

@@ -66,7 +66,7 @@ def checked_metadata(metadata: Mapping[str, object]) -> dict[str, MetadataValue]
     if nbytes > MAX_BYTES:
         raise InvalidArgument(
             f"the metadata has {nbytes} bytes as JSON, more than {MAX_BYTES}",
-            fix="keep what is long elsewhere, and its place here",
+            fix="store long values elsewhere, and their location here",
         )
     return found
 
@@ -80,7 +80,7 @@ def check_base(base: object) -> None:
     """Raise InvalidArgument if a base is not a string."""
     if not isinstance(base, str):
         raise InvalidArgument(
-            f"the base is {shown(base)}, and no text", fix="name a version of a model, like acme/smol@17"
+            f"the base is {shown(base)}, not a string", fix="name a version of a model, like acme/smol@17"
         )
 
 
@@ -125,7 +125,7 @@ def with_other_writer(metadata: Metadata, other: str) -> Metadata:
 def _checked_value(key: object, value: object) -> MetadataValue:
     if not isinstance(key, str) or not _KEY.fullmatch(key):
         raise InvalidArgument(
-            f"metadata is called {str(key)[:80]!r}", fix="use up to 64 letters, digits, and _ . / -"
+            f"metadata has the key {str(key)[:80]!r}", fix="use up to 64 letters, digits, and _ . / -"
         )
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         value = value.item()  # type: ignore[attr-defined]  # bool_, int64 and float32 are not Python types
@@ -158,7 +158,7 @@ def parse_value(text: str) -> MetadataValue:
     except (ValueError, RecursionError):
         return text
     if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidArgument(f"{text} is no finite number", fix="leave it out, or write it as a text")
+        raise InvalidArgument(f"{text} is not a finite number", fix="leave it out, or write it as a text")
     return value if isinstance(value, str | int | float) else text
 
 

@@ -45,7 +45,7 @@ class Reference:
             or not 0 < int(self.version) < 1 << 64
         ):
             said = (
-                f"{self.version[:80]!r} is no version number"
+                f"{self.version[:80]!r} is not a version number"
                 if self.version
                 else f"no version of {self.model} is named"
             )

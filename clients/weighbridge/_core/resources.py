@@ -237,9 +237,9 @@ def why_held(version: Version) -> str:
     named = f"{version.model}@{version.number}"
     switch = "; --allow-nonfinite (allow_nonfinite=True) pushes such weights without holding them"
     return (
-        f"{named} is held: {' and '.join(reasons.get(each, each) for each in version.held)}. `{REF_LIVE}` and `{REF_LATEST}` "
-        f"pass it by; it can be pulled by its number. To release it: weighbridge approve {named}"
-        f"{switch if HELD_NONFINITE in version.held else ''}"
+        f"{named} is held: {' and '.join(reasons.get(each, each) for each in version.held)}. `{REF_LIVE}` "
+        f"and `{REF_LATEST}` skip it; it can be pulled by its number. To release it: weighbridge approve "
+        f"{named}{switch if HELD_NONFINITE in version.held else ''}"
     )
 
 
@@ -370,7 +370,7 @@ class Protection(JsonValue):
     def text(self) -> str:
         """The ref and its requirements as text."""
         approvals = f" and {counted(self.approvals, 'approval')}" if self.approvals else ""
-        return f"{self.ref}, whose changes take a scope that names it{approvals}"
+        return f"{self.ref}, whose changes need a scope that names it{approvals}"
 
 
 @dataclass(frozen=True, slots=True)

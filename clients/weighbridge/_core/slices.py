@@ -87,7 +87,7 @@ class TensorParallel:
             first, end = self.layers
             if not 0 <= first < end <= _MAX_SIZE:
                 raise InvalidArgument(
-                    f"layers {first}:{end} are no pipeline stage",
+                    f"layers {first}:{end} are not a pipeline stage",
                     fix="name its first layer, counted from 0, and one past its last",
                 )
         if not 1 <= self.vocab_multiple <= MAX_VOCAB_MULTIPLE:

@@ -97,7 +97,7 @@ def test_what_is_shown_of_a_protected_ref_is_in_one_column_with_the_rest(
     run(service, "import", good, MODEL)
     monkeypatch.setattr(Client, "protections", lambda _client, _model: [Protection("prod")])
     shown = run(service, "show", MODEL).stdout.splitlines()
-    assert "protected: prod, whose changes take a scope that names it" in shown
+    assert "protected: prod, whose changes need a scope that names it" in shown
     starts = {len(line) - len(line.split(":", 1)[1].lstrip()) for line in shown}
     assert starts == {len("protected: ")}
 
@@ -160,7 +160,7 @@ def test_versions_are_listed_by_their_metadata(service: RunningService, good: Pa
         (["versions", MODEL, "--where", "reward"], "compares nothing"),
         (["push", "x", MODEL, "--step", "1", "--metadata", "reward"], "gives no value"),
         (["push", "x", MODEL, "--step", "1", "--metadata", "a=1", "--metadata", "a=2"], "a second one"),
-        (["push", "x", MODEL, "--step", "1", "--metadata", "reward=NaN"], "no finite number"),
+        (["push", "x", MODEL, "--step", "1", "--metadata", "reward=NaN"], "not a finite number"),
         (["approve", MODEL], f"write its number, like {MODEL}@17"),
         (["abort", MODEL], f"write its number, like {MODEL}@17"),
         (["abort", f"{MODEL}@latest"], "--all` lists what is being received"),

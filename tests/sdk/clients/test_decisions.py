@@ -211,7 +211,7 @@ def test_a_pull_that_nobody_could_mean_is_refused_with_what_to_ask_for(layout: A
 
 
 def test_a_pull_in_what_is_no_dtype_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(InvalidArgument, match=r"'16' is no dtype.*\n.*bf16"):
+    with pytest.raises(InvalidArgument, match=r"'16' is not a known dtype.*\n.*bf16"):
         next(pull_calls.plan_pull(KnownLayouts(), MODEL, 1, None, 16))  # type: ignore[arg-type]
 
 

@@ -180,5 +180,5 @@ def test_a_contradiction_of_two_versions_is_refused_and_a_torch_dtype_is_a_dtype
     assert engine.set_ref(f"{MODEL}@1", "prod").number == 1
     assert next(engine.watch(f"{MODEL}@prod")).number == 1
     assert engine.model_files(f"{MODEL}@prod")
-    with pytest.raises(InvalidArgument, match="no version number"):
+    with pytest.raises(InvalidArgument, match="not a version number"):
         engine.delete_version(f"{MODEL}@latest")

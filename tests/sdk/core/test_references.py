@@ -47,7 +47,7 @@ def test_two_versions_in_one_call_are_refused(named: tuple[str, int | None]) -> 
 def test_only_a_number_is_a_number(version: str) -> None:
     assert Reference("acme/smol", "17").number == 17
     with pytest.raises(
-        InvalidArgument, match="no version number" if version else "no version of acme/smol is named"
+        InvalidArgument, match="not a version number" if version else "no version of acme/smol is named"
     ):
         _ = Reference("acme/smol", version).number
 

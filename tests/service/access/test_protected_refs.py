@@ -439,7 +439,7 @@ def test_the_command_line_says_what_to_do_and_does_it(fleet: Fleet) -> None:
     line = told.stdout.splitlines()[-1].split()
     assert line[:4] == ["weighbridge", "approve", f"{MODEL}@2", "prod"]
     assert (
-        "prod, whose changes take a scope that names it and 1 approval"
+        "prod, whose changes need a scope that names it and 1 approval"
         in fleet.cli("bob", "show", MODEL).stdout
     )
     shown = fleet.cli("bob", "show", MODEL).stdout

@@ -132,5 +132,5 @@ def test_a_registration_without_config_or_with_an_unknown_dtype_is_refused(bench
     with pytest.raises(InvalidArgument, match=r"config\.json"):
         bench.trainer.register_files("acme/none", {"tokenizer.json": b"{}"})
     for dtype in ("evil", "os", "float128", "x" * 10_000):
-        with pytest.raises(InvalidArgument, match="no dtype"):
+        with pytest.raises(InvalidArgument, match="not a known dtype"):
             bench.trainer.register_files("acme/none", bench.source.files, dtype)

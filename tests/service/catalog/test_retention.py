@@ -479,7 +479,7 @@ def test_retention_on_the_command_line(local: Bench) -> None:
         (["retention", "acme/none"], 1, "there is no model"),
         (["collect", "acme/none"], 1, "there is no model"),
         (["delete", MODEL], 2, "--yes"),
-        (["delete", f"{MODEL}@latest"], 2, "is no version number"),
+        (["delete", f"{MODEL}@latest"], 2, "is not a version number"),
         (["delete", f"{MODEL}@1"], 1, "latest"),
         (["delete", f"{MODEL}@9"], 1, "no version 9"),
     ],

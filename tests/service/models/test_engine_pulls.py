@@ -145,8 +145,8 @@ def _pulled(
 @pytest.mark.parametrize(
     ("layout", "dtype", "says"),
     [
-        (FullTensors(), "float7", "no dtype known"),
-        (FullTensors(), "x" * 10_000, "no dtype known"),
+        (FullTensors(), "float7", "not a known dtype"),
+        (FullTensors(), "x" * 10_000, "not a known dtype"),
         (FullTensors(), "i32", "cannot be cast"),
         (TensorParallel(4, 0), None, "vocab_multiple"),
         (TensorParallel(2, 0, layers=(0, 5)), None, "the model has 4"),

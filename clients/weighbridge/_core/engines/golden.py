@@ -117,8 +117,8 @@ class GoldenPrompts(JsonValue):
         text = json.dumps(pairs, separators=(",", ":"))
         if len(text) > MAX_BYTES - len(PROMPTS) - len(BOUND) - 32:
             raise InvalidArgument(
-                f"golden prompts ({self.text}) have {len(text)} bytes, and all metadata of a version {MAX_BYTES}",
-                fix="give fewer or shorter ones: some 250 tokens together have room",
+                f"golden prompts ({self.text}) have {len(text)} bytes, and all metadata of a version may have {MAX_BYTES}",
+                fix="give fewer or shorter ones: about 250 tokens fit together",
             )
         return {PROMPTS: text, **({} if self.max_drift is None else {BOUND: self.max_drift})}
 
@@ -140,7 +140,7 @@ class GoldenPrompts(JsonValue):
             raise
         except (ValueError, TypeError, RecursionError) as error:
             raise InvalidArgument(
-                f"the metadata {PROMPTS} is {shown(found)}, and no golden prompts",
+                f"the metadata {PROMPTS} is {shown(found)}, not golden prompts",
                 fix="push them as golden=...",
             ) from error
 
