@@ -31,22 +31,22 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     type=click.Choice(["auto", "stacked", "per-layer"]),
     default="auto",
     show_default=True,
-    help="To torch_dist: one key for all layers, or one for each, as trainers do that save with non_homogeneous_layers; auto "
-    "stacks layers that are all alike.",
+    help="To torch_dist: one key for all layers, or one for each layer, as trainers save them with "
+    "non_homogeneous_layers; auto stacks layers if all are alike.",
 )
 @click.option(
     "--spec",
     type=click.Choice(["te", "local"]),
     default="te",
     show_default=True,
-    help="To torch_dist: whose names norms have, Transformer Engine's or those of Megatron's own layers.",
+    help="To torch_dist: the names of norms: those of Transformer Engine, or those of Megatron's own layers.",
 )
 @click.option(
     "--vocab-multiple",
     type=WholeNumber(min=1),
     default=128,
     show_default=True,
-    help="To torch_dist: pad the vocabulary to a multiple of it.",
+    help="To torch_dist: pad the vocabulary to a multiple of this number.",
 )
 @click.option(
     "--max-shard-size",
@@ -55,7 +55,9 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     help="Largest file.  [default: 5GB to Hugging Face, 2GB to torch_dist]",
 )
 @click.option(
-    "--workers", type=WholeNumber(min=1), help="Processes that copy.  [default: one for each CPU, up to 4]"
+    "--workers",
+    type=WholeNumber(min=1),
+    help="Number of processes that copy.  [default: one for each CPU, up to 4]",
 )
 @click.option(
     "--memory-budget",
@@ -63,12 +65,12 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     callback=size,
     default="2GiB",
     show_default=True,
-    help="Most memory of all processes together, whatever the size of the model.",
+    help="Memory limit for all processes together, whatever the size of the model.",
 )
 @click.option(
-    "--restart", is_flag=True, help="Begin anew; throw away what an interrupted conversion has left."
+    "--restart", is_flag=True, help="Start over, and discard what an interrupted conversion has left."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print a report as JSON, also of errors.")
+@click.option("--json", "as_json", is_flag=True, help="Print a report as JSON, also for errors.")
 def convert_command(
     source: Path,
     target: Path,
@@ -104,7 +106,7 @@ def convert_command(
     )
 
     def resumed(done: int, total: int) -> None:
-        say(f"going on: {readable_size(done)} of {readable_size(total)} are converted already", err=True)
+        say(f"resuming: {readable_size(done)} of {readable_size(total)} are already converted", err=True)
 
     # in a process of its own: this one has a budget of memory
     library = BridgeProcess()
@@ -121,7 +123,7 @@ def convert_command(
                 on_resume=resumed,
             )
     except KeyboardInterrupt:
-        say("interrupted: run the same command again, and it goes on where it stopped", err=True)
+        say("interrupted: run the same command again to resume where it stopped", err=True)
         raise
     finally:
         library.close()

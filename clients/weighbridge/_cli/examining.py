@@ -34,7 +34,7 @@ _GRACE_SECONDS = 900.0
     envvar="WEIGHBRIDGE_HTTP",
     show_envvar=True,
     metavar="HOST:PORT",
-    help="The service's HTTP address.  [default: what the service says at --server]",
+    help="The service's HTTP address.  [default: what the service at --server reports]",
 )
 @click.option(
     "--server",
@@ -47,7 +47,7 @@ _GRACE_SECONDS = 900.0
     "--store",
     type=StoreLocation(exists=True),
     metavar="LOCATION",
-    help="Also this store, as for serve: whether it keeps conditional writes, and its clock. Small objects are written and removed again.",
+    help="Also check this store, named as for serve: whether it honors conditional writes, and its clock. Writes small objects, and removes them again.",
 )
 @click.option(
     "--memory-budget",
@@ -55,7 +55,7 @@ _GRACE_SECONDS = 900.0
     callback=size_or(auto=None),
     default="auto",
     show_default=True,
-    help="Without a service: what one would be started with.",
+    help="Without a service: the memory budget with which one would be started.",
 )
 @click.option(
     "--scratch",
@@ -144,7 +144,7 @@ def _absent(error: Unavailable, *, wanted: bool) -> Check:
     """Check for a service that has not answered: it fails only if the user named one."""
     if wanted:
         return Check.fail("service", error.message, error.fix)
-    return Check.ok("service", f"{error.message}: this is what this machine allows one")
+    return Check.ok("service", f"{error.message}: the other checks show what this machine allows a service")
 
 
 def _examine_machine(memory_budget: int | None, scratch: Path) -> list[Check]:

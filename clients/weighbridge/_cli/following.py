@@ -56,7 +56,7 @@ def _draft(ctx: click.Context, param: click.Parameter, text: str | None) -> tupl
     type=click.Choice(["vllm", "sglang"]),
     default="vllm",
     show_default=True,
-    help="What the engine is.",
+    help="Kind of engine.",
 )
 @click.option(
     "--url",
@@ -67,34 +67,35 @@ def _draft(ctx: click.Context, param: click.Parameter, text: str | None) -> tupl
 @click.option(
     "--ref",
     show_default=REF_LATEST,
-    help="Which ref to follow.",
+    help="Ref to follow.",
     shell_complete=completing.refs,
 )
 @click.option(
     "--pause-mode",
     type=click.Choice(["wait", "keep", "retract", "abort"]),
-    help="What becomes of requests under way: wait for their ends (vLLM, its default), keep them and go on with new weights, "
-    "compute what they have so far again by the new weights (retract: SGLang, its default), abort them.",
+    help="What to do with running requests: wait until they end (vLLM, its default), keep them and "
+    "continue with the new weights, recompute what they have so far with the new weights (retract: "
+    "SGLang, its default), or abort them.",
 )
 @click.option(
     "--when-asleep",
     type=click.Choice(["wait", "refuse"]),
-    help="What becomes of a version while the engine's weights sleep (vLLM): it waits until they wake up, which brings it before anything is answered "
-    "(default), or it is refused.",
+    help="What to do with a version while the engine's weights sleep (vLLM): wait until they wake up, "
+    "and load it before the engine answers any request (default), or refuse it.",
 )
 @engine_key_option
 @click.option(
     "--draft",
     metavar="MODEL[@REF]",
     callback=_draft,
-    help="The model that the engine's drafter is (vLLM), and which ref of it to follow, by default latest. When either ref moves, both versions are "
-    "prepared, and taken in one pause or not at all.",
+    help="Model of the engine's drafter (vLLM), and which ref of it to follow, by default latest. When "
+    "either ref moves, both versions are prepared, and loaded in one pause or not at all.",
 )
 @click.option(
     "--stale-drafter",
     type=click.Choice(["refuse", "allow"]),
-    help="What becomes of a version that leaves behind the drafter of an engine that decodes speculatively: it is refused (default), or taken, and the drafter "
-    "stays as it is.",
+    help="What to do with a version that leaves behind the drafter of an engine that decodes "
+    "speculatively: refuse it (default), or load it and leave the drafter unchanged.",
 )
 @click.option(
     "--adapters",
@@ -107,7 +108,7 @@ def _draft(ctx: click.Context, param: click.Parameter, text: str | None) -> tupl
 @click.option(
     "--engine-server",
     metavar="HOST:PORT",
-    help="The service's address as the engine reaches it; as --server if not given.",
+    help="The service's address as the engine reaches it.  [default: --server]",
 )
 @click.option(
     "--lane", type=click.Choice(["grpc", "local", "auto"]), help="How weights travel to the engine."
@@ -115,7 +116,7 @@ def _draft(ctx: click.Context, param: click.Parameter, text: str | None) -> tupl
 @click.option(
     "--count",
     type=WholeNumber(min=1),
-    help="End after so many lines; with exit code 1 if the last one is a failure.",
+    help="Exit after this many lines, with exit code 1 if the last one is a failure.",
 )
 @click.option(
     "--require-signature",
@@ -123,30 +124,31 @@ def _draft(ctx: click.Context, param: click.Parameter, text: str | None) -> tupl
     type=FILE,
     multiple=True,
     metavar="FILE",
-    help="Take only versions that are signed by one of the public keys, or by a certificate of one of the authorities, in this file (PEM); "
-    "given several times, by one of each file.",
+    help="Take only versions that are signed by one of the public keys, or by a certificate of one of "
+    "the authorities, in this file (PEM); if given several times, by one of each file.",
 )
 @click.option(
     "--status",
     "status_path",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Keep a file of JSON that says how the engine stands: its version, how many versions it is behind, since when the service cannot be reached.",
+    help="Maintain a JSON file with the state of the engine: its version, how many versions it is behind, since when the service cannot be reached.",
 )
 @click.option(
     "--prove",
     "prove_every",
     type=WholeNumber(min=1),
     metavar="N",
-    help="Prove at the start and after every N-th update that the server computes with the version's bytes, as `weighbridge prove` does; this "
-    "host pulls what the workers take of the version each time. A version that fails its proof is brought again. The first proof of a kind of engine "
-    "pauses it for a load by its own loader.",
+    help="Prove at the start and after every N-th update that the server computes with the version's "
+    "bytes, as `weighbridge prove` does; this host pulls what the workers take of the version each time. "
+    "A version that fails its proof is loaded again. The first proof of a kind of engine pauses it for a "
+    "load by its own loader.",
 )
 @click.option(
     "--golden/--no-golden",
     default=True,
     show_default=True,
-    help="Ask the engine a version's golden prompts, if it has any, at the start and after each update.",
+    help="Send a version's golden prompts, if it has any, to the engine at the start and after each update.",
 )
 @click.option(
     "--max-drift",
@@ -163,9 +165,11 @@ def _draft(ctx: click.Context, param: click.Parameter, text: str | None) -> tupl
 @click.option(
     "--ask-token",
     is_flag=True,
-    help="Ask the engine for one token after each update, and tell how long it took until it had answered by the new weights.",
+    help="Request one token from the engine after each update, and report how long it took until the engine had answered with the new weights.",
 )
-@click.option("--force", is_flag=True, help="Also if the engine says that it serves another model.")
+@click.option(
+    "--force", is_flag=True, help="Follow even if the engine reports that it serves a different model."
+)
 @client_options
 @click.pass_context
 def follow_command(
@@ -210,12 +214,12 @@ def follow_command(
 
     model, ref = reference.model, ref_of(reference, ref, REF_LATEST)
     for each in filter(is_training, (model, *(draft or ())[:1])):
-        raise click.UsageError(f"engines take no training states: follow {each.partition(':')[0]}")
+        raise click.UsageError(f"engines cannot load training states: follow {each.partition(':')[0]}")
     if len(urls) > 1:
         raise click.UsageError(f"--url names {len(urls)} servers: run one agent beside each")
     url = checked_url(urls[0]) if urls else None
     if draft is not None and kind != "vllm":
-        raise click.UsageError(f"--engine {kind} has no --draft")
+        raise click.UsageError(f"--engine {kind} does not support --draft")
     if draft is not None and draft[0] == model:
         raise click.UsageError(f"--draft names {model}, which is the model that the engine answers by")
     ahead = [Chosen.read(each) for each in chosen]
@@ -228,7 +232,7 @@ def follow_command(
     )
     if ahead and not isinstance(engine, TakesAdapters):
         raise click.UsageError(
-            f"--engine {kind} has no --adapters: its base takes no update as long as adapters are loaded"
+            f"--engine {kind} does not support --adapters: its base takes no updates while adapters are loaded"
         )
     with engine_of(server) as client:
         for followed in filter(None, ((model, ref), draft)):
@@ -285,11 +289,11 @@ def _engine(
         "sglang": {None: "retract", "retract": "retract", "keep": "in_place", "abort": "abort"},
     }[kind]
     if pause_mode not in modes:
-        raise click.UsageError(f"--engine {kind} has no --pause-mode {pause_mode}")
+        raise click.UsageError(f"--engine {kind} does not support --pause-mode {pause_mode}")
     mode: Any = modes[pause_mode]
     if kind == "sglang":
         if when_asleep is not None:
-            raise click.UsageError(f"--engine {kind} has no --when-asleep")
+            raise click.UsageError(f"--engine {kind} does not support --when-asleep")
         url = url or "http://127.0.0.1:30000"
         return SglangServer(
             url,
@@ -329,8 +333,8 @@ def _line(done: Followed) -> str:
         return f"{version}: the engine has it{_checked(done)}"
     if done.waits:
         return (
-            f"{done.model}@{done.version}: {readable_size(done.nbytes)} prepared in {readable_duration(done.prepare_seconds)}, "
-            "and the engine's wake-up brings it"
+            f"{done.model}@{done.version}: {readable_size(done.nbytes)} prepared in "
+            f"{readable_duration(done.prepare_seconds)}; the engine loads it when it wakes up"
         )
     return (
         f"{version}: {readable_size(done.nbytes)} prepared in {readable_duration(done.prepare_seconds)}, "

@@ -32,21 +32,23 @@ _NAMED = 10
 @click.option(
     "--approval",
     type=click.Choice([_REQUIRED, _NONE]),
-    help="Whether each version is a candidate, which is held until it is approved.",
+    help="Whether to hold each version, as a candidate, until it is approved.",
 )
 @click.option(
     "--nonfinite",
     type=click.Choice([_HOLD, _ALLOW]),
-    help="Whether versions are held of which elements are NaN or infinite.",
+    help="Whether to hold versions that have NaN or infinite elements.",
 )
 @click.option("--protect", metavar="REF", help="Protect a ref, whether it exists or not.")
 @click.option(
     "--approvals",
     type=click.IntRange(0, _MOST_APPROVALS),
-    help="With --protect: of how many other identities its changes take the approval.  [default: 0]",
+    help="With --protect: how many other identities must approve its changes.  [default: 0]",
 )
 @click.option(
-    "--unprotect", metavar="REF", help="Protect a ref no longer: it takes what it takes to move it."
+    "--unprotect",
+    metavar="REF",
+    help="Remove the protection of a ref; this needs the same scope and approvals as moving the ref.",
 )
 @client_options
 def gate_command(
@@ -66,7 +68,7 @@ def gate_command(
     the gate is shown.
     """
     if approvals is not None and protect is None:
-        raise click.UsageError("--approvals goes with --protect REF")
+        raise click.UsageError("--approvals needs --protect REF")
     with client_of(server) as client:
         if protect is not None:
             client.protect_ref(model, protect, approvals=approvals or 0)
@@ -92,9 +94,9 @@ def gate_command(
 @click.command("approve", cls=Command)
 @completing.reference("MODEL[@NUMBER]", model_perhaps_at_version, completing.numbers)
 @click.argument("ref", required=False, shell_complete=completing.refs)
-@click.option("--note", default="", help="Kept with the approval.")
+@click.option("--note", default="", help="Note that is stored with the approval.")
 @click.option("--by", help="Who approves a version.  [default: USER@HOST of this process]")
-@click.option("--request", "request_id", help="With REF: which request, by its name.")
+@click.option("--request", "request_id", help="With REF: ID of the request.")
 @client_options
 @click.pass_context
 def approve_command(
@@ -118,7 +120,7 @@ def approve_command(
         _approve_request(reference, ref, request_id, note, server, as_json)
         return
     if request_id is not None:
-        raise click.UsageError("--request goes with REF")
+        raise click.UsageError("--request needs REF")
     if not reference.version:
         model_at_number(ctx, ctx.command.params[0], reference.model)  # reports the parser's own error
     model = reference.model
@@ -149,7 +151,7 @@ def _approve_request(
         if request_id is None and not reference.version:
             raise FailedPrecondition(
                 f"{meant.by} has asked for {meant.text} of {model}",
-                fix=f"say that this is meant: {approval_command(meant)}",
+                fix=f"to approve it: {approval_command(meant)}",
             )
         found = client.approve_ref(model, ref, meant.request_id, note=note)
     print_result(found, as_json, *outcome_lines(found))

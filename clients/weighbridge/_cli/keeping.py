@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     "--keep-every-steps",
     type=WholeNumber(min=1),
     metavar="K",
-    help="Keep one version of each K consecutive steps of a run: the first that is there.",
+    help="Keep one version of each K consecutive steps of a run: the first that exists.",
 )
 @click.option(
     "--keep-every-numbers",
     "keep_every",
     type=WholeNumber(min=1),
     metavar="K",
-    help="Keep one of each K consecutive version numbers: the first that is there.",
+    help="Keep one of each K consecutive version numbers: the first that exists.",
 )
 @click.option(
     "--keep-younger",
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     metavar="K",
     help="Keep one training state of each K consecutive version numbers.",
 )
-@click.option("--keep-everything", is_flag=True, help="Delete nothing any more.")
+@click.option("--keep-everything", is_flag=True, help="Delete nothing from now on.")
 @client_options
 def retention_command(
     model: str,
@@ -90,9 +90,9 @@ def retention_command(
         keep_training_last or 0, keep_training_every or 0, keep_every_steps=keep_training_every_steps or 0
     )
     if keep_everything and not (rules.keeps_everything and training.keeps_everything):
-        raise click.UsageError("--keep-everything goes with no other rule")
+        raise click.UsageError("--keep-everything excludes all other rules")
     if is_training(model) and not training.keeps_everything:
-        raise click.UsageError(f"{model} are training states already: --keep-last, --keep-every-steps")
+        raise click.UsageError(f"{model} contains only training states: use --keep-last, --keep-every-steps")
     with client_of(server) as client:
         if not training.keeps_everything:
             client.set_retention(training_of(model), training)
@@ -111,7 +111,7 @@ def retention_command(
 
 @click.command("collect", cls=Command)
 @click.argument("model", shell_complete=completing.models)
-@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@click.option("--dry-run", is_flag=True, help="Only report what would be deleted.")
 @client_options
 @click.pass_context
 def collect_command(ctx: click.Context, model: str, dry_run: bool, server: str, as_json: bool) -> None:
@@ -135,7 +135,7 @@ def _show(report: Collection) -> None:
         *((number, "retired", "no rule, no ref and no engine keeps it") for number in report.retired),
         *((v.number, "waits", _why_it_waits(v.until_ms, v.readers)) for v in report.waiting),
         *((v.number, "deleted", readable_size(v.nbytes)) for v in report.deleted),
-        *((number, "given up", "nothing more was heard of it") for number in report.given_up),
+        *((number, "given up", "its ranks were no longer active") for number in report.given_up),
         *((v.number, "swept", f"{counted(v.objects, 'object')} of no version") for v in report.swept),
     ]
     print_table(("VERSION", "OUTCOME", "WHY"), rows)
@@ -190,7 +190,7 @@ def warm_command(ctx: click.Context, model: str, server: str, as_json: bool) -> 
             f"{model}: memory for {memory.images} of {counted(memory.wanted, 'image')}, {readable_size(memory.image_bytes)} each"
         )
         if memory.images < memory.wanted:
-            say("there is no room for more: `weighbridge doctor` says what limits it", err=True)
+            say("there is no room for more: `weighbridge doctor` reports what limits it", err=True)
     ctx.exit(0 if memory.images >= memory.wanted else 1)
 
 

@@ -74,8 +74,8 @@ def _type_text(model: Model) -> str:
     multiple=True,
     metavar="COMPARISON",
     callback=comparisons,
-    help="Only those of whose metadata this is true, such as 'reward>=0.7'; with = != < <= > or >=, and in quotes for the shell. "
-    "All must be true if it is given several times.",
+    help="Only versions whose metadata meets this condition, such as 'reward>=0.7'; with = != < <= > or "
+    ">=, and in quotes for the shell. If given several times, all conditions must be met.",
 )
 @click.option("--limit", type=WholeNumber(min=1), metavar="N", help="Only the newest N.  [default: all]")
 @client_options
@@ -146,7 +146,7 @@ def _check_keys(model: str, where: Sequence[str], versions: Sequence[Version]) -
         ordered = each.comparison not in ("=", "!=") and isinstance(each.value, str)
         if ordered and found and not any(isinstance(value, str) for value in found):
             raise InvalidArgument(
-                f"{each.key} is {json.dumps(found[0])} in versions of {model}, and {each.value!r} is a text",
+                f"{each.key} is {json.dumps(found[0])} in versions of {model}, and {each.value!r} is a string",
                 fix=f"compare it with a number: {each.key}{each.comparison}0.7",
             )
 
@@ -277,8 +277,8 @@ def _version_lines(version: Version, refs: Mapping[str, int]) -> list[tuple[str,
 
 @click.command("watch", cls=Command)
 @completing.reference("MODEL[@REF]", model_perhaps_at_version)
-@click.option("--ref", show_default=REF_LIVE, help="Which ref to watch.", shell_complete=completing.refs)
-@click.option("--count", type=WholeNumber(min=1), help="End after so many versions.")
+@click.option("--ref", show_default=REF_LIVE, help="Ref to watch.", shell_complete=completing.refs)
+@click.option("--count", type=WholeNumber(min=1), help="Exit after this many versions.")
 @client_options
 def watch_command(
     reference: Reference, ref: str | None, count: int | None, server: str, as_json: bool
@@ -322,21 +322,21 @@ def say_if_absent(client: EngineClient, model: str, ref: str) -> Model | None:
     "--signature",
     "by_signature",
     is_flag=True,
-    help="Also check who has signed it, and the files against that.",
+    help="Also check the signatures, and compare the files with them.",
 )
 @click.option(
     "--key",
     "keys",
     type=FILE,
     multiple=True,
-    help="File of public keys (PEM), one of which must have signed; given several times, one of each file.",
+    help="File of public keys (PEM), one of which must have signed; if given several times, one of each file.",
 )
 @click.option(
     "--certificate-chain",
     "chains",
     type=FILE,
     multiple=True,
-    help="File of authorities (PEM), one of which must have issued the signer's certificate; given several times, one of each file.",
+    help="File of authorities (PEM), one of which must have issued the signer's certificate; if given several times, one of each file.",
 )
 @click.option(
     "--all", "all_versions", is_flag=True, help="Check all stored versions of the model, the newest first."
@@ -344,8 +344,8 @@ def say_if_absent(client: EngineClient, model: str, ref: str) -> Model | None:
 @click.option(
     "--resume",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="With --all: file that remembers which versions were well. Named again after an interruption, it lets them be left out; it is "
-    "deleted at the end.",
+    help="With --all: file that records which versions were intact. A later command that names the file "
+    "leaves these out; the file is deleted at the end.",
 )
 @client_options
 @click.pass_context
@@ -366,12 +366,12 @@ def verify_command(
     """
     if by_signature != bool(keys or chains):
         raise click.UsageError(
-            "--signature and whom to trust, --key or --certificate-chain, are named together"
+            "--signature and whom to trust, --key or --certificate-chain, must be given together"
         )
     if all_versions and (by_signature or reference.version):
-        raise click.UsageError("--all goes with a model, without @VERSION and --signature")
+        raise click.UsageError("--all takes a model without @VERSION, and excludes --signature")
     if resume is not None and not all_versions:
-        raise click.UsageError("--resume goes with --all")
+        raise click.UsageError("--resume needs --all")
     if all_versions:
         with engine_of(server) as client:
             ctx.exit(_verify_all(client, reference.model, Progress(resume), as_json=as_json))
@@ -396,7 +396,7 @@ def verify_command(
     else:
         _say_verified(reference.model, found)
         for each in signed:
-            say(f"signed by {each.by}, as {each.trusted} wants it")
+            say(f"signed by {each.by}, as {each.trusted} requires")
         if found.nonfinite_elements:
             say(
                 counted(found.nonfinite_elements, "element is", "elements are")

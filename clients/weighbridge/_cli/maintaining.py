@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from weighbridge_service.fsck.repair import CheckedModel
     from weighbridge_storage.stores.objects import ObjectStore
 
-_DONE = {"drop": "taken out of history", "stray": "deleted"}
+_DONE = {"drop": "removed from the history", "stray": "deleted"}
 """Outcomes that `fsck` reports, by kind of repair; all other problems are reported as repaired."""
 
 
 @click.command("fsck", cls=Command)
 @click.argument("location", metavar="STORE", type=StoreLocation(exists=True))
-@click.option("--repair", is_flag=True, help="Mend what is wrong. Stop all services of the store first.")
+@click.option("--repair", is_flag=True, help="Repair what is wrong. Stop all services of the store first.")
 @click.option(
     "--drop-damaged",
     is_flag=True,
@@ -42,8 +42,8 @@ _DONE = {"drop": "taken out of history", "stray": "deleted"}
 @click.option(
     "--resume",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="With --digests: file that remembers which versions were compared. Named again after an interruption, it lets them be left "
-    "out; it is deleted at the end.",
+    help="With --digests: file that records which versions were compared. A later command that names the "
+    "file leaves these out; the file is deleted at the end.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, also for errors.")
 @click.pass_context
@@ -63,9 +63,9 @@ def fsck_command(
     digests anew, and deletes what belongs to no version. The exit code is 1 if anything is wrong, and stays so.
     """
     if drop_damaged and not repair:
-        raise click.UsageError("--drop-damaged goes with --repair")
+        raise click.UsageError("--drop-damaged needs --repair")
     if resume is not None and not digests:
-        raise click.UsageError("--resume goes with --digests")
+        raise click.UsageError("--resume needs --digests")
     with needs_extra("service"):
         from weighbridge_service.fsck.repair import check_store
         from weighbridge_storage.opening import open_store
@@ -157,7 +157,7 @@ def _show_checked(model: CheckedModel, contents: _Contents | None) -> None:
         well = "all is well"
     else:
         read = "" if left else "; contents were not read: --digests reads them"
-        well = "names, sizes and manifests are well"
+        well = "names, sizes and manifests are correct"
     say(
         f"{model.name}: {counted(left, 'problem') if left else well} ({counted(model.versions, 'version')}){read}"
     )
@@ -168,4 +168,4 @@ def _show_checked(model: CheckedModel, contents: _Contents | None) -> None:
 
 
 def _no_models(location: Path | str) -> str:
-    return f"there is no model in {location}: is that the store, as it is named to serve?"
+    return f"there is no model in {location}: is that the store that serve uses?"

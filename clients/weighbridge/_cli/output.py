@@ -39,7 +39,7 @@ def print_left_out(left_out: Mapping[str, int], *, err: bool = False) -> None:
     """Report how many entries of a checkpoint were left out, by kind; prints nothing if there are none."""
     if left_out:
         what = ", ".join(f"{kind}: {count}" for kind, count in left_out.items())
-        say(f"left out, as they are no weights of the model: {what}", err=err)
+        say(f"left out, as they are not weights of the model: {what}", err=err)
 
 
 def print_result(found: Any, as_json: bool, *lines: str, one_line: bool = False) -> None:

@@ -81,7 +81,7 @@ def ref_of(reference: Reference, named: str | None, default: str) -> str:
         )
     if ref.isdigit():
         raise click.UsageError(
-            f"{reference.model}@{ref} is one version, and no other one will come: name a ref, such as {reference.model}@{default}"
+            f"{reference.model}@{ref} is one version, which never changes: name a ref, such as {reference.model}@{default}"
         )
     return ref
 
@@ -94,7 +94,7 @@ def key_values(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...
             key, equals, value = text.partition("=")
             if not equals or key in found:
                 raise InvalidArgument(
-                    f"{text!r} gives no value, or {key!r} a second one", fix="write it like reward=0.71"
+                    f"{text!r} has no value, or gives {key!r} a second one", fix="write it like reward=0.71"
                 )
             found[key] = parse_value(value)
         return checked_metadata(found)

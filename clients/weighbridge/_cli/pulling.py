@@ -37,7 +37,7 @@ def _layer_range(ctx: click.Context, param: click.Parameter, text: str | None) -
         return None
     first, _, end = text.partition(":")
     if not (text.isascii() and first.isdigit() and end.isdigit()):
-        raise click.BadParameter(f"{text!r} is no range of layers: write it like 0:16", ctx, param)
+        raise click.BadParameter(f"{text!r} is not a range of layers: write it like 0:16", ctx, param)
     return int(first), int(end)
 
 
@@ -47,13 +47,19 @@ def _layer_range(ctx: click.Context, param: click.Parameter, text: str | None) -
     "--out",
     type=_FOLDER,
     required=True,
-    help="A new folder; for one rank's slices one that other ranks write to as well.",
+    help="A new folder; for one rank's slices, a folder that other ranks may write to as well.",
 )
-@click.option("--tp-size", type=_SIZE, help="Only the slices of one rank of so many tensor-parallel ranks.")
-@click.option("--tp-rank", type=_RANK, help="Which rank, from 0.")
-@click.option("--ep-size", type=_SIZE, help="Only the experts of one rank of so many.")
+@click.option(
+    "--tp-size", type=_SIZE, help="Number of tensor-parallel ranks: pull only the slices of one of them."
+)
+@click.option("--tp-rank", type=_RANK, help="Which of them, from 0.")
+@click.option(
+    "--ep-size", type=_SIZE, help="Number of expert-parallel ranks: pull only the experts of one of them."
+)
 @click.option("--ep-rank", type=_RANK, help="Which of them, from 0.")
-@click.option("--etp-size", type=_SIZE, help="Ranks that share the matrices of each expert.  [default: 1]")
+@click.option(
+    "--etp-size", type=_SIZE, help="Number of ranks that share the matrices of each expert.  [default: 1]"
+)
 @click.option("--etp-rank", type=_RANK, help="Which of them, from 0.")
 @click.option(
     "--layers",
@@ -64,8 +70,8 @@ def _layer_range(ctx: click.Context, param: click.Parameter, text: str | None) -
 @click.option(
     "--vocab-multiple",
     type=_SIZE,
-    help="Pad embedding and output layer with zeros to a multiple of it, and cut both; engines use 64.  [default: the "
-    "embedding is whole on each rank, as transformers has it]",
+    help="Pad embedding and output layer with zeros to a multiple of this number, and shard both; "
+    "engines use 64.  [default: the embedding is whole on each rank, as transformers has it]",
 )
 @click.option("--dtype", help="Cast floating-point tensors, e.g. to bf16.  [default: keep them as they are]")
 @client_options
@@ -129,12 +135,12 @@ def pull_command(
     "--format",
     "checkpoint_format",
     type=click.Choice(["torch_dist", "dcp"]),
-    help="Of a training state: Megatron-core's checkpoints, or those of torch.distributed.checkpoint.  [default: its trainer's]",
+    help="For a training state: Megatron-core's checkpoints, or those of torch.distributed.checkpoint.  [default: its trainer's]",
 )
 @click.option(
     "--replace",
     is_flag=True,
-    help="Of a training state: write to a FOLDER that is not empty, in the place of that checkpoint if it is there.",
+    help="For a training state: write to a FOLDER that is not empty, and replace that checkpoint if it exists.",
 )
 @client_options
 def export_command(
@@ -154,7 +160,7 @@ def export_command(
     """
     if is_training(reference.model):
         if dtype is not None:
-            raise InvalidArgument("a training state is written as it is: leave --dtype out")
+            raise InvalidArgument("a training state is written unchanged: leave out --dtype")
         _write_training(reference, folder, checkpoint_format, replace, max_shard_size, server, as_json)
         return
     if checkpoint_format is not None or replace:

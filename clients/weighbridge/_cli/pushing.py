@@ -38,7 +38,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 _NO_WEIGHT_MAP = click.option(
     "--no-weight-map",
     is_flag=True,
-    help="Register the model by its tensors alone, although there may be a weight map for its model type.",
+    help="Register the model by its tensors alone, even if a weight map exists for its model type.",
 )
 
 
@@ -50,21 +50,23 @@ def _push_options(function: F) -> F:
             multiple=True,
             metavar="KEY=VALUE",
             callback=key_values,
-            help="Keep this with the version; can be given several times.",
+            help="Metadata that is stored with the version; can be given several times.",
         ),
         click.option(
-            "--candidate", is_flag=True, help="Hold the version: live and latest pass it by until approved."
+            "--candidate",
+            is_flag=True,
+            help="Hold the version: live and latest skip it until it is approved.",
         ),
         click.option(
             "--allow-nonfinite",
             is_flag=True,
-            help="Do not hold the version if elements of it are NaN or infinite.",
+            help="Do not hold the version if some of its elements are NaN or infinite.",
         ),
         click.option(
             "--golden",
             type=click.Path(dir_okay=False, path_type=Path),
             metavar="FILE",
-            help="Golden prompts of the version, as `weighbridge golden --make` writes them: engines are asked these when they have it.",
+            help="Golden prompts of the version, as `weighbridge golden --make` writes them: engines are asked these when they serve it.",
         ),
         click.option(
             "--max-drift",
@@ -133,8 +135,8 @@ def register_command(
 @click.option(
     "--step",
     type=WholeNumber(min=0),
-    help="Recorded with the version.  [default: the step that FOLDER says itself or, without that, its name, such as step-100; "
-    "0 of a Hugging Face folder without either]",
+    help="Recorded with the version.  [default: the step that FOLDER records or, without that, the one "
+    "in its name, such as step-100; 0 for a Hugging Face folder without either]",
 )
 @click.option(
     "--training",
@@ -144,7 +146,7 @@ def register_command(
 @click.option(
     "--base",
     metavar="BASE@VERSION",
-    help="FOLDER is an adapter of peft, which is kept as a change on this version of another model.",
+    help="FOLDER is an adapter of peft, which is stored as an adapter on this version of another model.",
 )
 @_NO_WEIGHT_MAP
 @_push_options
@@ -187,7 +189,7 @@ def import_command(
         }
         what = "an adapter" if base is not None else "a training state"
         for option in (name for name, value in given.items() if value):
-            raise InvalidArgument(f"{option} is for weights, and {what} is kept as it is: leave it out")
+            raise InvalidArgument(f"{option} is for weights, and {what} is stored unchanged: leave it out")
     if base is not None:
         from weighbridge._trainers.states.checkpoints.checkpoint_step import step_of_folder
 
@@ -215,7 +217,7 @@ def import_command(
         check_finished(folder, (path.name for path in folder.glob("*")))
         if config is not None:
             raise InvalidArgument(
-                f"--config is for checkpoints, and {folder} is none",
+                f"--config is for checkpoints, and {folder} is not one",
                 fix="leave it out: a Hugging Face folder has its own config.json",
             )
         from weighbridge._trainers.states.checkpoints.checkpoint_step import step_of_folder

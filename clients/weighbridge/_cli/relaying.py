@@ -40,19 +40,19 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     "--name",
     default="step_{step}",
     show_default=True,
-    help="What the folder of a step is called there; {step:07d} with leading zeros, step_{step}/weight if the weights lie deeper.",
+    help="Name of a step's folder; {step:07d} with leading zeros, step_{step}/weight if the weights are in a subfolder.",
 )
 @click.option(
     "--marker",
     default="STABLE",
     show_default=True,
-    help="The file that is written last, as seen from the weights: STABLE or ../STABLE.",
+    help="The file that is written last, relative to the weights: STABLE or ../STABLE.",
 )
 @click.option(
     "--config",
     "hf_dir",
     type=_FOLDER,
-    help="With --from: a folder with config.json and the tokenizer, from which MODEL is registered if it is not.",
+    help="With --from: a folder with config.json and the tokenizer, from which MODEL is registered if it does not exist.",
 )
 @click.option(
     "--run",
@@ -71,7 +71,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     "--ref",
     default=REF_LIVE,
     show_default=True,
-    help="With --to: which ref to follow, as with follow.",
+    help="With --to: ref to follow, as with follow.",
     shell_complete=completing.refs,
 )
 @click.option(
@@ -79,12 +79,12 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     type=WholeNumber(min=1),
     default=3,
     show_default=True,
-    help="With --to: how many folders stay.",
+    help="With --to: how many folders are kept.",
 )
 @click.option(
     "--count",
     type=WholeNumber(min=1),
-    help="End after so many lines; with exit code 1 if the last one is a failure.",
+    help="Exit after this many lines, with exit code 1 if the last one is a failure.",
 )
 @client_options
 @click.pass_context
@@ -168,5 +168,5 @@ def _line(done: Relayed) -> str:
     if done.error:
         return f"{named}: failed: {done.error}"
     if not done.nbytes:
-        return f"{named}: {done.folder} is there"
+        return f"{named}: {done.folder} already exists"
     return f"{named}: {done.folder}, {readable_size(done.nbytes)} in {readable_duration(done.seconds)}"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.command("delete", cls=Command)
 @completing.reference("MODEL[@NUMBER]", model_perhaps_at_version, completing.numbers)
 @click.option("--yes", is_flag=True, help="Delete a whole model without asking.")
-@click.option("--force", is_flag=True, help="Delete it although adapters are on it.")
+@click.option("--force", is_flag=True, help="Delete it even if adapters are based on it.")
 @client_options
 def delete_command(reference: Reference, yes: bool, force: bool, server: str, as_json: bool) -> None:
     """Delete a version, or a model with all of its versions.
@@ -67,7 +67,7 @@ def _confirm(client: Client, model: str, as_json: bool) -> None:
         raise click.UsageError(f"this deletes {model} with all of its versions: confirm it with --yes")
     found, count = client.model(model), len(client.versions(model))
     say(f"{model}: {counted(count, 'version')} of {readable_size(found.tensor_bytes)} will be deleted")
-    typed: str = click.prompt("Type the model's name to go on", err=True)
+    typed: str = click.prompt("Type the model's name to continue", err=True)
     if typed != model:
         raise click.Abort
 

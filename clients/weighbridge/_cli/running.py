@@ -57,7 +57,7 @@ class Command(click.Command):
             raise  # not an error: the program that reads the output has closed the pipe
         except OSError as error:
             where = f"{error.filename}: " if error.filename is not None else ""
-            allow = "let this user read and write there (ls -ld says who may), or name another place"
+            allow = "let this user read and write there (ls -ld shows the permissions), or name another place"
             fix = allow if isinstance(error, PermissionError) else ""
             problem = FailedPrecondition(f"{where}{error.strerror or error}", fix=fix)
         print_error(problem, as_json=ctx.params.get("as_json", False))

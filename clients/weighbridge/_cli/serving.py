@@ -17,8 +17,9 @@ from weighbridge._core.text.extras import needs_extra
     type=StoreLocation(),
     default="./weighbridge-data",
     show_default=True,
-    help="What keeps the versions: a folder, or s3://BUCKET/PREFIX?endpoint=URL&region=REGION&addressing=path|virtual"
-    "&public_endpoint=URL, all options optional, with credentials from the environment as boto3 finds them (AWS_ACCESS_KEY_ID, "
+    help="Where the versions are stored: a folder, or "
+    "s3://BUCKET/PREFIX?endpoint=URL&region=REGION&addressing=path|virtual&public_endpoint=URL, all "
+    "options optional, with credentials from the environment as boto3 finds them (AWS_ACCESS_KEY_ID, "
     "AWS_SECRET_ACCESS_KEY, AWS_PROFILE, ...).",
 )
 @click.option(
@@ -26,14 +27,14 @@ from weighbridge._core.text.extras import needs_extra
     default="127.0.0.1:50051",
     show_default=True,
     metavar="HOST:PORT",
-    help="For trainers and engines.",
+    help="gRPC address, for trainers and engines.",
 )
 @click.option(
     "--http",
     default="127.0.0.1:8080",
     show_default=True,
     metavar="HOST:PORT",
-    help="For people and programs.",
+    help="HTTP address, for people and programs.",
 )
 @click.option(
     "--memory-budget",
@@ -41,8 +42,9 @@ from weighbridge._core.text.extras import needs_extra
     callback=size_or(auto=None),
     default="auto",
     show_default=True,
-    help="Most shared memory for versions: the live one, and those being pushed. auto: what the container leaves, or half of what the "
-    "machine does. What does not fit goes to files in the scratch folder.",
+    help="Limit of shared memory for versions: the live one, and those being pushed. auto: what the "
+    "container has left, or half of what the machine has left. What does not fit goes to files in the "
+    "scratch folder.",
 )
 @click.option(
     "--spill-budget",
@@ -50,8 +52,8 @@ from weighbridge._core.text.extras import needs_extra
     callback=size_or(auto=None, off=0),
     default="auto",
     show_default=True,
-    help="Most room in the scratch folder for versions that do not fit into memory. auto: all that is free. off: pushes wait for "
-    "memory instead.",
+    help="Limit of disk space in the scratch folder for versions that do not fit into memory. auto: all "
+    "that is free. off: pushes wait for memory instead.",
 )
 @click.option(
     "--byte-budget",
@@ -59,7 +61,7 @@ from weighbridge._core.text.extras import needs_extra
     callback=size,
     default="256MiB",
     show_default=True,
-    help="Most memory for weights on their way through gRPC; streams wait for room in it.",
+    help="Limit of memory for weights in transit through gRPC; streams wait for room in it.",
 )
 @click.option(
     "--read-cache",
@@ -67,23 +69,25 @@ from weighbridge._core.text.extras import needs_extra
     callback=size,
     default="16GiB",
     show_default=True,
-    help="Most room in the scratch folder for what pulls have brought from S3; a folder as the store needs none.",
+    help="Limit of disk space in the scratch folder for the cache of what pulls read from S3; not used if the store is a folder.",
 )
 @click.option(
     "--bulk-port",
     metavar="PORT|auto|off",
     default="auto",
     show_default=True,
-    help="Port for streams of weights over gRPC, which clients learn from the service. auto: the one behind that of --grpc, or any if that "
-    "is taken; off: they share the port of --grpc, and take more processor time.",
+    help="Port for streams of weights over gRPC, which clients learn from the service. auto: the one "
+    "after that of --grpc, or any if that is taken; off: they share the port of --grpc, and take more "
+    "processor time.",
 )
 @click.option(
     "--local-socket",
     metavar="PATH|auto|off",
     default="auto",
     show_default=True,
-    help="Unix socket for trainers and engines of this machine, which then share memory with the service. auto: in a folder of this "
-    "user; name a path in a folder that other containers mount, too, for those.",
+    help="Unix socket for trainers and engines of this machine, which then share memory with the "
+    "service. auto: in a folder of this user; to share memory with other containers, name a path in a "
+    "folder that they mount too.",
 )
 @click.option(
     "--lane-trust-uid",
@@ -100,7 +104,7 @@ from weighbridge._core.text.extras import needs_extra
     default=300.0,
     show_default=True,
     metavar="SECONDS",
-    help="Give a version up when no rank has been heard of for so long.",
+    help="Give up a version when none of its ranks has been active for this long.",
 )
 @click.option(
     "--drain-seconds",
@@ -108,13 +112,14 @@ from weighbridge._core.text.extras import needs_extra
     default=30.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long shutting down waits for what is under way.",
+    help="How long a shutdown waits for pushes and publications in progress.",
 )
 @click.option(
     "--advertise",
     metavar="HOST:PORT",
-    help="Where other replicas over the same store, and trainer ranks on other nodes, reach this one's gRPC face (PORT may be 0 for "
-    "that of --grpc). To be set if trainer ranks push one version to several replicas, each to the one on its own node.",
+    help="Where other replicas over the same store, and trainer ranks on other nodes, reach this one's "
+    "gRPC endpoint (PORT may be 0 for that of --grpc). Set it if trainer ranks push one version to "
+    "several replicas, each to the one on its own node.",
 )
 @click.option(
     "--collect-every",
@@ -122,7 +127,7 @@ from weighbridge._core.text.extras import needs_extra
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="How often versions that need not be kept are deleted; 0 leaves that to others.",
+    help="How often versions that need not be kept are deleted; 0 leaves that to other services.",
 )
 @click.option(
     "--report-every",
@@ -130,7 +135,7 @@ from weighbridge._core.text.extras import needs_extra
     default=5.0,
     show_default=True,
     metavar="SECONDS",
-    help="How often agents report what their engines serve. An engine is stale after three reports that do not come, and gone after twelve.",
+    help="How often agents report what their engines serve. An engine is stale after three missing reports, and gone after twelve.",
 )
 @click.option(
     "--grace",
@@ -145,37 +150,38 @@ from weighbridge._core.text.extras import needs_extra
 @click.option(
     "--scratch",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for what may be lost: weights in transit that do not fit into memory, the read cache.  "
-    "[default: the store's folder; for S3 ./weighbridge-data]",
+    help="Folder for data that may be lost: weights in transit that do not fit into memory, the read "
+    "cache.  [default: the store's folder; for S3 ./weighbridge-data]",
 )
 @click.option(
     "--exports",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for exports that are asked for over HTTP.  [default: exports in the scratch folder]",
+    help="Folder for exports that are requested over HTTP.  [default: exports in the scratch folder]",
 )
 @click.option(
     "--redirect-downloads",
     is_flag=True,
-    help="Send Hugging Face's clients to S3 itself for large files, by URLs that are valid for an hour.",
+    help="Redirect Hugging Face's clients to S3 for large files, by URLs that are valid for an hour.",
 )
 @click.option(
     "--http-host",
     "http_hosts",
     multiple=True,
     metavar="NAME",
-    help="A name by which the HTTP face may be asked; can be given several times, * for any. Addresses, names without a dot, and those "
-    "that end in .local, .internal, .svc or .cluster.local are allowed in any case.",
+    help="A host name that HTTP requests may use for this service; can be given several times, * for "
+    "any. Addresses, names without a dot, and those that end in .local, .internal, .svc or "
+    ".cluster.local are allowed in any case.",
 )
 @click.option(
     "--tls-cert",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The service's certificate and what leads to its authority (PEM): all ports speak TLS. Renewed files are read while the service runs.",
+    help="The service's certificate and any intermediate certificates (PEM): all ports speak TLS. Renewed files are read while the service runs.",
 )
 @click.option("--tls-key", type=click.Path(dir_okay=False, path_type=Path), help="Its private key (PEM).")
 @click.option(
     "--client-ca",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Authorities whose certificates clients must show (PEM): over gRPC at once, over HTTP for all but probes, or else a token.",
+    help="Authorities that issue clients' certificates (PEM). gRPC clients must present one; HTTP requests, except probes, need one or a token.",
 )
 @click.option(
     "--policy",
@@ -185,21 +191,23 @@ from weighbridge._core.text.extras import needs_extra
 @click.option(
     "--audit",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File to which is appended who did what to which model, and who was refused; lines of JSON.",
+    help="File to which the service appends who did what to which model, and who was refused, as lines of JSON.",
 )
 @click.option(
     "--otlp",
     default="",
     metavar="URL",
-    help="Collector to which traces are sent, as http://127.0.0.1:4317 (docs/traces.md).  [default: what OTEL_EXPORTER_OTLP_ENDPOINT says; none]",
+    help="Collector to which traces are sent, as http://127.0.0.1:4317 (docs/traces.md).  [default: OTEL_EXPORTER_OTLP_ENDPOINT, or else none]",
 )
 @click.option(
     "--sha256",
     is_flag=True,
-    help="Also make SHA-256 of files as they are pushed, so that signing a version reads nothing again; three times the processor time of "
-    "the other digests.",
+    help="Also compute SHA-256 of files as they are pushed, so that signing a version reads nothing "
+    "again; takes three times the processor time of the other digests.",
 )
-@click.option("--insecure", is_flag=True, help="Answer without TLS at addresses that other machines reach.")
+@click.option(
+    "--insecure", is_flag=True, help="Answer without TLS at addresses that other machines can reach."
+)
 @click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
@@ -241,7 +249,7 @@ def serve_command(
 ) -> None:
     """Run the service."""
     if (tls_cert is None) != (tls_key is None):
-        raise click.UsageError("--tls-cert and --tls-key are named together")
+        raise click.UsageError("--tls-cert and --tls-key must be given together")
     if client_ca is not None and tls_cert is None:
         raise click.UsageError("--client-ca needs --tls-cert and --tls-key")
     with needs_extra("service"):
@@ -283,12 +291,12 @@ def serve_command(
     "--dir",
     "work_dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where to keep everything.  [default: a temporary folder]",
+    help="Folder for all data.  [default: a temporary folder]",
 )
 @click.option(
     "--store",
     metavar="FOLDER|s3://...",
-    help="Where the service keeps versions.  [default: a folder in --dir]",
+    help="Where the service stores versions.  [default: a folder in --dir]",
 )
 @click.option("--steps", type=WholeNumber(min=1), default=3, show_default=True, help="Training steps.")
 @click.option(
@@ -298,7 +306,9 @@ def serve_command(
     help="Let real vLLM servers follow the trainer: the Python of vLLM's environment.",
 )
 @click.option(
-    "--keep", is_flag=True, help="Leave the service running for a look when all is done, until Ctrl-C."
+    "--keep",
+    is_flag=True,
+    help="Keep the service running at the end, until Ctrl-C, so that you can inspect it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context

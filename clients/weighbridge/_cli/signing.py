@@ -40,7 +40,7 @@ def trusted(paths: Iterable[Path]) -> tuple[Trusted, ...]:
 @click.option(
     "--certificate",
     type=FILE,
-    help="The key's certificate (PEM), which may go on with what leads to its authority; by default the key signs by itself.",
+    help="The key's certificate (PEM), optionally followed by those that lead to its authority; by default the key signs without one.",
 )
 @click.option(
     "--certificate-chain",
@@ -53,7 +53,7 @@ def trusted(paths: Iterable[Path]) -> tuple[Trusted, ...]:
     "--signature",
     "made",
     type=FILE,
-    help="In place of a key: a signature that model_signing has made elsewhere, as with a key in hardware.",
+    help="In place of a key: a signature that model_signing has made elsewhere, such as with a key in hardware.",
 )
 @client_options
 def sign_command(

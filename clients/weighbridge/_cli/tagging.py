@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 @click.command("tag", cls=Command)
 @completing.reference("MODEL@VERSION", model_perhaps_at_version)
 @click.argument("name", shell_complete=completing.refs)
-@click.option("--delete", is_flag=True, help="Take the tag away; @VERSION may be left out.")
-@click.option(
-    "--withdraw", is_flag=True, help="Withdraw what is asked for the tag; @VERSION may be left out."
-)
-@click.option("--note", default="", help="Kept with what is asked for.")
+@click.option("--delete", is_flag=True, help="Delete the tag; @VERSION may be left out.")
+@click.option("--withdraw", is_flag=True, help="Withdraw the request for the tag; @VERSION may be left out.")
+@click.option("--note", default="", help="Note that is stored with the request.")
 @client_options
 def tag_command(
     reference: Reference, name: str, delete: bool, withdraw: bool, note: str, server: str, as_json: bool
@@ -42,7 +40,7 @@ def tag_command(
     """
     model, version = reference.model, reference.version
     if delete and withdraw:
-        raise click.UsageError("--delete asks for something, and --withdraw takes that back: say one of them")
+        raise click.UsageError("--delete makes a request, and --withdraw withdraws one: use one of them")
     if not version and not delete and not withdraw:
         raise click.UsageError(
             f"{model!r} names no version: write {model}@latest, or a number or another ref"
@@ -83,16 +81,16 @@ def named_request(
         None,
     )
     if found is None:
-        what = "nothing is asked" if request_id is None else f"there is no request {request_id}"
+        what = "there is no pending request" if request_id is None else f"there is no request {request_id}"
         raise FailedPrecondition(
-            f"{what} for the ref {ref} of {model}", fix=f"look at it: weighbridge show {model}"
+            f"{what} for the ref {ref} of {model}", fix=f"list its requests: weighbridge show {model}"
         )
     if reference.version:
         number = client.version(model, reference.version).number
         if (found.action, found.version) != (REQUEST_MOVE, number):
             raise FailedPrecondition(
-                f"{found.by} has asked for {found.text} of {model}, and not that it names version {number}",
-                fix=f"if that is meant: {approval_command(found)}",
+                f"{found.by} has asked for {found.text} of {model}, not for {ref} to name version {number}",
+                fix=f"to approve that: {approval_command(found)}",
             )
     return found
 
@@ -102,11 +100,11 @@ def outcome_lines(request: RefRequest) -> list[str]:
     model, ref = request.model, request.ref
     if request.pending:
         others = "another identity" if request.missing == 1 else f"{request.missing} other identities"
-        asked = f"{model}: asked for {request.text}; it takes the approval of {others}:"
+        asked = f"{model}: asked for {request.text}; it needs the approval of {others}:"
         return [asked, f"  {approval_command(request)}"]
     if not request.done:
         return [f"{model}: {request.text} was {request.state}"]
-    done = {REQUEST_DELETE: f"{ref} is gone", REQUEST_UNPROTECT: f"{ref} is protected no longer"}
+    done = {REQUEST_DELETE: f"{ref} was deleted", REQUEST_UNPROTECT: f"{ref} is no longer protected"}
     return [f"{model}: {done.get(request.action, f'{ref} names version {request.version}')}"]
 
 
@@ -122,5 +120,5 @@ def _check_names(client: Client, model: str, name: str, version: str) -> None:
     if named is not None and named != meant:
         raise FailedPrecondition(
             f"the tag {name} of {model} names version {named}, not {meant}",
-            fix=f"leave @{version} out to take it away whatever it names",
+            fix=f"leave out @{version} to delete it whatever it names",
         )

@@ -716,7 +716,7 @@ def test_tags_are_set_and_taken_away(service: RunningService, hf_dir: Path) -> N
     error = error_of(weighbridge(service, "tag", "acme/tagged@2", "prod", "--delete"))
     assert "names version 1, not 2" in error["message"]
     result = weighbridge(service, "tag", "acme/tagged@1", "prod", "--delete", json=False)
-    assert result.stdout == "acme/tagged: prod is gone\n"
+    assert result.stdout == "acme/tagged: prod was deleted\n"
     assert "prod" not in as_json(weighbridge(service, "show", "acme/tagged"))["model"]["refs"]
     result = weighbridge(service, "tag", "acme/tagged@latest", "best", json=False)
     assert result.stdout == "acme/tagged: best names version 2\n"

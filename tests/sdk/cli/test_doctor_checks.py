@@ -185,7 +185,7 @@ def test_a_certificate_that_is_refused_fails_with_what_to_do(error: str, advice:
 
 def test_a_certificate_that_ends_soon_is_warned_of() -> None:
     soon = check_certificate(CertificateReading("h:1", expires_s=NOW + 3 * DAY, names=("h",)), NOW)
-    assert (soon.status, "ends in 3 days" in soon.what) == (WARN, True)
+    assert (soon.status, "expires in 3 days" in soon.what) == (WARN, True)
     later = check_certificate(CertificateReading("h:1", expires_s=NOW + 90 * DAY, names=("h", "i")), NOW)
     assert (later.status, "for h, i" in later.what, later.fix) == (OK, True, "")
 

@@ -149,7 +149,7 @@ def test_versions_are_listed_by_their_metadata(service: RunningService, good: Pa
     text = CliRunner().invoke(
         commands, ["versions", MODEL, "--where", "reward>=abc", "--server", service.address]
     )
-    assert (text.exit_code, "'abc' is a text" in text.stderr) == (1, True)
+    assert (text.exit_code, "'abc' is a string" in text.stderr) == (1, True)
     assert 'by="x", reward=0.9' in run(service, "versions", MODEL).stdout
     assert 'by="x", reward=0.9' in run(service, "show", MODEL).stdout
 
@@ -158,7 +158,7 @@ def test_versions_are_listed_by_their_metadata(service: RunningService, good: Pa
     ("line", "says"),
     [
         (["versions", MODEL, "--where", "reward"], "compares nothing"),
-        (["push", "x", MODEL, "--step", "1", "--metadata", "reward"], "gives no value"),
+        (["push", "x", MODEL, "--step", "1", "--metadata", "reward"], "has no value"),
         (["push", "x", MODEL, "--step", "1", "--metadata", "a=1", "--metadata", "a=2"], "a second one"),
         (["push", "x", MODEL, "--step", "1", "--metadata", "reward=NaN"], "not a finite number"),
         (["approve", MODEL], f"write its number, like {MODEL}@17"),

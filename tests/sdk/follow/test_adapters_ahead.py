@@ -181,4 +181,4 @@ def test_an_sglang_is_given_no_adapters_ahead(service: Service) -> None:
         ["follow", BASE, "--engine", "sglang", "--adapters", "acme/*", "--server", service.running.address],
     )
     assert found.exit_code == 2
-    assert "--engine sglang has no --adapters" in found.output
+    assert "--engine sglang does not support --adapters" in found.output

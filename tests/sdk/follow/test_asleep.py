@@ -40,7 +40,7 @@ def test_a_version_that_waits_is_said_and_then_that_the_wake_up_has_brought_it()
     engine, said = Asleep(woken(2), woken(2), again), Said()
     first, _ = followed(engine, said)
     assert (first.waits, first.serves, first.error, first.parts) == (True, 1, "", {})
-    assert _line(first).endswith("prepared in 0 ms, and the engine's wake-up brings it")
+    assert _line(first).endswith("prepared in 0 ms; the engine loads it when it wakes up")
     states = [
         (each["state"], each.get("version"), each["target"]) for each in said.changes if "state" in each
     ]
@@ -115,4 +115,4 @@ def test_the_command_tells_the_engine_what_becomes_of_versions_while_it_sleeps(
 def test_a_command_for_sglang_has_no_such_setting() -> None:
     line = ["follow", MODEL, "--engine", "sglang", "--when-asleep", "wait", "--server", "127.0.0.1:1"]
     done = CliRunner().invoke(commands, line)
-    assert (done.exit_code, "has no --when-asleep" in done.output) == (2, True)
+    assert (done.exit_code, "does not support --when-asleep" in done.output) == (2, True)

@@ -199,10 +199,10 @@ def test_where_signatures_are_required_a_drafter_without_one_keeps_both_back(
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (["--draft", f"{DRAFTER}@7"], "is one version, and no other one will come"),
+        (["--draft", f"{DRAFTER}@7"], "is one version, which never changes"),
         (["--draft", MODEL], "which is the model that the engine answers by"),
-        (["--draft", f"{DRAFTER}:training"], f"engines take no training states: follow {DRAFTER}"),
-        (["--draft", DRAFTER, "--engine", "sglang"], "--engine sglang has no --draft"),
+        (["--draft", f"{DRAFTER}:training"], f"engines cannot load training states: follow {DRAFTER}"),
+        (["--draft", DRAFTER, "--engine", "sglang"], "--engine sglang does not support --draft"),
     ],
 )
 def test_the_command_refuses_what_is_no_ref_of_another_model(more: list[str], why: str) -> None:

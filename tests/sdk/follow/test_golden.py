@@ -542,15 +542,15 @@ def test_the_command_refuses_an_engine_that_says_that_it_serves_another_version(
         for served, code, text in (
             (f"{MODEL}@{number}", 0, "within bound"),
             ("", 0, "within bound"),
-            (f"{MODEL}@{number + 1}", 1, f"the engine serves version {number + 1}, and not {number}"),
-            ("acme/other@3", 1, f"the engine serves acme/other, and not {MODEL}"),
+            (f"{MODEL}@{number + 1}", 1, f"the engine serves version {number + 1}, not {number}"),
+            ("acme/other@3", 1, f"the engine serves acme/other, not {MODEL}"),
         ):
             engine.served = served
             assert text in command(place, *asked, code=code)
         engine.served = None
         said = command(place, *asked)
     assert "within bound" in said
-    assert "does not say which version it serves" in said
+    assert "does not report which version it serves" in said
 
 
 def test_texts_become_prompts_by_the_versions_own_tokenizer(place: Place, tmp_path: Path) -> None:

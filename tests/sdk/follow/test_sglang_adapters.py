@@ -211,4 +211,4 @@ def test_the_command_loads_and_unloads(engine: FakeSglang, service: Service) -> 
     assert not engine.adapters
     refused = CliRunner().invoke(commands, ["adapters", f"{BASE}@2", *where])
     assert refused.exit_code != 0
-    assert "is no adapter" in refused.output
+    assert "is not an adapter" in refused.output

@@ -435,7 +435,7 @@ def test_it_is_so_over_http(fleet: Fleet) -> None:
 def test_the_command_line_says_what_to_do_and_does_it(fleet: Fleet) -> None:
     told = fleet.cli("ann", "tag", f"{MODEL}@2", "prod", "--note", "fine")
     assert told.exit_code == 0, told.output
-    assert "asked for prod to name version 2; it takes the approval of another identity" in told.stdout
+    assert "asked for prod to name version 2; it needs the approval of another identity" in told.stdout
     line = told.stdout.splitlines()[-1].split()
     assert line[:4] == ["weighbridge", "approve", f"{MODEL}@2", "prod"]
     assert (
@@ -449,7 +449,7 @@ def test_the_command_line_says_what_to_do_and_does_it(fleet: Fleet) -> None:
     assert wrong.exit_code == 1
     assert "ann has asked for prod to name version 2" in wrong.stderr
     unsaid = fleet.cli("bob", "approve", MODEL, "prod")
-    assert (unsaid.exit_code, "say that this is meant" in unsaid.stderr) == (1, True)
+    assert (unsaid.exit_code, "to approve it: weighbridge approve" in unsaid.stderr) == (1, True)
     done = fleet.cli("bob", *line[1:])
     assert (done.exit_code, done.stdout) == (0, f"{MODEL}: prod names version 2\n")
     assert json.loads(fleet.cli("bob", *line[1:], "--json").stdout)["state"] == "done", "once more"
@@ -457,7 +457,7 @@ def test_the_command_line_says_what_to_do_and_does_it(fleet: Fleet) -> None:
     assert (pending["state"], pending["number"], pending["request"]["action"]) == ("pending", None, "delete")
     assert "delete of prod is withdrawn" in fleet.cli("ann", "tag", MODEL, "prod", "--withdraw").stdout
     nothing = fleet.cli("bob", "approve", f"{MODEL}@2", "prod")
-    assert (nothing.exit_code, "nothing is asked for the ref prod" in nothing.stderr) == (1, True)
+    assert (nothing.exit_code, "there is no pending request for the ref prod" in nothing.stderr) == (1, True)
     gate = fleet.cli("boss", "gate", MODEL, "--unprotect", "prod")
     assert "asked for unprotect of prod" in gate.stdout
     assert fleet.cli("bob", *gate.stdout.splitlines()[-1].split()[1:]).exit_code == 0

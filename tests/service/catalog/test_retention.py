@@ -475,7 +475,7 @@ def test_retention_on_the_command_line(local: Bench) -> None:
         (["retention", MODEL, "--keep-younger", "soon"], 2, "not a time"),
         (["retention", MODEL, "--keep-younger", "0d"], 2, "not a time"),
         (["retention", MODEL, "--keep-younger", "7"], 2, "with a unit"),
-        (["retention", MODEL, "--keep-everything", "--keep-last", "1"], 2, "no other rule"),
+        (["retention", MODEL, "--keep-everything", "--keep-last", "1"], 2, "excludes all other rules"),
         (["retention", "acme/none"], 1, "there is no model"),
         (["collect", "acme/none"], 1, "there is no model"),
         (["delete", MODEL], 2, "--yes"),

@@ -1130,7 +1130,7 @@ def test_the_command_says_how_it_goes_on(tmp_path: Path, larger: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
     error = log.read_text()
-    assert "run the same command again, and it goes on" in error
+    assert "run the same command again to resume" in error
     assert not target.exists()
     # Units of another size are other units.
     refused = CliRunner().invoke(commands, line)
@@ -1146,4 +1146,4 @@ def test_the_command_says_how_it_goes_on(tmp_path: Path, larger: Path) -> None:
         "left_out",
     }
     back = CliRunner().invoke(commands, ["convert", str(target), str(tmp_path / "back")])
-    assert "left out, as they are no weights of the model" in back.stdout
+    assert "left out, as they are not weights of the model" in back.stdout

@@ -27,7 +27,7 @@ def test_a_store_that_is_well_is_left_as_it_is(folder: Path, template: Path) -> 
     assert contents(folder) == before
     result = CliRunner().invoke(commands, ["fsck", str(folder)])
     assert result.output.splitlines()[-1] == (
-        "acme/smol: names, sizes and manifests are well (5 versions); contents were not read: --digests reads them"
+        "acme/smol: names, sizes and manifests are correct (5 versions); contents were not read: --digests reads them"
     )
 
 
@@ -62,8 +62,8 @@ def test_each_finding_says_what_became_of_it_and_what_to_do(folder: Path) -> Non
     assert said("fsck", str(folder), "--repair", "--drop-damaged") == (
         0,
         [
-            f"acme/smol@2: {WEIGHTS} is missing (taken out of history)",
-            "acme/smol: names, sizes and manifests are well (5 versions); contents were not read: --digests reads them",
+            f"acme/smol@2: {WEIGHTS} is missing (removed from the history)",
+            "acme/smol: names, sizes and manifests are correct (5 versions); contents were not read: --digests reads them",
         ],
     )
 

@@ -268,7 +268,7 @@ def test_without_a_service_doctor_says_what_the_machine_allows_one(tmp_path: Pat
     for wrong in ("ftp://x", "file:///etc/passwd"):
         result = CliRunner().invoke(commands, ["doctor", "--http", wrong, "--json"])
         assert result.exit_code == 1
-        assert json.loads(result.stdout)["checks"][0]["what"] == f"'{wrong}' is no HTTP address"
+        assert json.loads(result.stdout)["checks"][0]["what"] == f"'{wrong}' is not an HTTP address"
 
 
 def test_what_answers_and_is_no_service_is_said_to_be_none(tmp_path: Path, source: TinyModel) -> None:

@@ -44,9 +44,9 @@ def told_address(server: str, credentials: Credentials) -> str:
     address = reached_at(told, server)
     if not address:
         what = (
-            f"answers HTTP at {told}, which its own machine alone reaches"
+            f"answers HTTP at {told}, which only its own machine can reach"
             if told
-            else "does not say where it answers HTTP"
+            else "does not report its HTTP address"
         )
         raise FailedPrecondition(f"the service at {server} {what}", fix=_NAME_IT)
     return address
@@ -104,7 +104,7 @@ def ask(address: str, path: str, seconds: float, credentials: Credentials | None
 
     url = address if "://" in address else f"{'http' if credentials.ca is None else 'https'}://{address}"
     if not url.startswith(("http://", "https://")):
-        raise InvalidArgument(f"{address[:80]!r} is no HTTP address", fix="write it like 127.0.0.1:8080")
+        raise InvalidArgument(f"{address[:80]!r} is not an HTTP address", fix="write it like 127.0.0.1:8080")
     request = urllib.request.Request(f"{url.rstrip('/')}{path}")  # noqa: S310  # checked above
     url = request.full_url
     if credentials.has_token:
@@ -120,8 +120,8 @@ def ask(address: str, path: str, seconds: float, credentials: Credentials | None
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             raise PermissionDenied(
-                f"{url} answers {error.code}: it does not let you look",
-                fix="show a token that has the scope observe, in WEIGHBRIDGE_TOKEN",
+                f"{url} answers {error.code}: it denies access",
+                fix="set WEIGHBRIDGE_TOKEN to a token with the scope observe",
             ) from error
         raise Unavailable(
             f"{url} answers {error.code} {error.reason}", fix="is it a service of this release?"
@@ -147,7 +147,7 @@ def _read(response: http.client.HTTPResponse, url: str, until_s: float) -> bytes
 
 def no_service(url: str) -> Unavailable:
     """Error for a response that does not come from a service."""
-    return Unavailable(f"{url} does not answer as a service does", fix="is this its --http?")
+    return Unavailable(f"{url} does not answer like a service", fix="is this its --http?")
 
 
 def address_of(url: str) -> str:

@@ -71,7 +71,7 @@ def check_certificate(reading: CertificateReading, now_s: float) -> Check:
     if reading.error:
         return Check.fail(name, f"it is refused: {reading.error}", _certificate_fix(reading.error))
     days = (reading.expires_s - now_s) / _DAY_S
-    what = f"it is for {', '.join(reading.names) or 'no name'}, and ends in {days:.0f} days"
+    what = f"it is for {', '.join(reading.names) or 'no name'}, and expires in {days:.0f} days"
     if days < _SOON_DAYS:
         return Check.warn(
             name,
@@ -93,7 +93,7 @@ def _certificate_fix(error: str) -> str:
     if "mismatch" in text or "doesn't match" in text or "not valid for" in text:
         return "use a name for which it was issued, or issue one for this name"
     if "issuer" in text or "self-signed" in text or "self signed" in text:
-        return "WEIGHBRIDGE_CA must name the file of the authority that has issued it, and the service must send what leads to that authority"
+        return "WEIGHBRIDGE_CA must name the file of the authority that has issued it, and the service must send any intermediate certificates"
     if "wrong version" in text or "unknown protocol" in text or "eof" in text or "reset" in text:
         return "does the service speak TLS at this port (serve --tls-cert)? Otherwise unset WEIGHBRIDGE_CA"
     return "name the service's authority in WEIGHBRIDGE_CA, and a certificate of this client (WEIGHBRIDGE_CERT, WEIGHBRIDGE_KEY) if it asks for one"
@@ -112,7 +112,7 @@ def check_skew(asked_s: float, answered_s: float, said_s: float) -> Check:
     if offset <= _MOST_SKEW_S:
         return Check.ok(
             name,
-            f"it and this machine's differ by {readable_duration(offset, rough=True)}, as far as can be measured",
+            f"it differs from this machine's by {readable_duration(offset, rough=True)}, as far as can be measured",
         )
     which = "behind" if behind > ahead else "ahead of"
     return Check.warn(
@@ -161,7 +161,7 @@ def check_lane(reading: LaneReading) -> Check:
     if reading.missing:
         return Check.warn(
             name,
-            f"{reading.socket} is not there for this process: weights go by gRPC, through the kernel's loopback",
+            f"{reading.socket} does not exist for this process: weights go by gRPC, through the kernel's loopback",
             "in a container, mount the folder of the socket at the same path (serve --local-socket /run/weighbridge/lane.sock)",
         )
     return Check.warn(
@@ -196,16 +196,16 @@ def check_shared_memory(reading: SharedMemoryReading) -> Check:
     if reading.shared:
         return Check.fail(
             name,
-            f"none can be made without a file system (memfd_create): {reading.shared}",
+            f"it cannot be allocated without a file system (memfd_create): {reading.shared}",
             "allow memfd_create, e.g. in the seccomp profile of the container",
         )
     if reading.ahead:
         return Check.warn(
             name,
-            f"Linux {reading.kernel} does not make it ahead of its use (MADV_POPULATE_WRITE): {reading.ahead}; first pushes are slower",
+            f"Linux {reading.kernel} does not allocate it ahead of its use (MADV_POPULATE_WRITE): {reading.ahead}; first pushes are slower",
             "use Linux 5.14 or newer",
         )
-    return Check.ok(name, "it is made ahead of its use; the size of /dev/shm does not matter")
+    return Check.ok(name, "it is allocated ahead of its use; the size of /dev/shm does not matter")
 
 
 def check_huge_pages(reading: SharedMemoryReading) -> Check:
@@ -215,10 +215,10 @@ def check_huge_pages(reading: SharedMemoryReading) -> Check:
         return Check.ok(name, "shared memory has them")
     why = reading.huge or "there is no shared memory"
     fix = (
-        "echo never > /sys/kernel/mm/transparent_hugepage/shmem_enabled, as root: deny refuses also those that are asked for"
+        "echo never > /sys/kernel/mm/transparent_hugepage/shmem_enabled, as root: deny also refuses huge pages that a process requests"
         if reading.policy == "deny"
         else "use Linux 6.1 or newer, with transparent huge pages; if memory is fragmented, restart the machine or free memory"
     )
     said = f", and shmem_enabled is {reading.policy}" if reading.policy else ""
-    what = f"Linux {reading.kernel} does not make any of shared memory (MADV_COLLAPSE): {why}{said}; first pushes and mappings are slower"
+    what = f"Linux {reading.kernel} does not collapse shared memory into any (MADV_COLLAPSE): {why}{said}; first pushes and mappings are slower"
     return Check.warn(name, what, fix)

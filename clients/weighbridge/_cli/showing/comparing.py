@@ -117,7 +117,7 @@ def _side(text: str) -> Named:
         return parse_reference(text)
     raise InvalidArgument(
         f"{text!r} is neither a folder nor MODEL@VERSION",
-        fix="write it like acme/smol@17, or name a folder that is there",
+        fix="write it like acme/smol@17, or name a folder that exists",
     )
 
 

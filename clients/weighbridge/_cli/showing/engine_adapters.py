@@ -53,14 +53,14 @@ def adapters_command(
         version = client.version(reference.model, reference.version or None)
         if version.base is None:
             raise InvalidArgument(
-                f"{version.model}@{version.number} is no adapter",
+                f"{version.model}@{version.number} is not an adapter",
                 fix="weighbridge follow serves whole models",
             )
         engine = engine_at(url, version.base.model, server, engine_key)
         if unload:
             engine.unload_adapter(version.model, version.number)
             name = f"{version.model}@{version.number}"
-            print_result({"name": name, "unloaded": True}, as_json, f"{url} has {name} no more")
+            print_result({"name": name, "unloaded": True}, as_json, f"{url} no longer has {name}")
             return
         found = engine.load_adapter(client, version.model, version.number, folder)
     how = f", {readable_size(found.nbytes)} by {found.way}" if found.way else ", which was there already"

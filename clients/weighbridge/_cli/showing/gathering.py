@@ -133,7 +133,7 @@ def memory_of(answer: Any) -> MemoryUse:
             byte_budget=int(answer["byte_budget"]),
         )
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise Unavailable("what answers at /v1/memory is no service") from error
+        raise Unavailable("what answers at /v1/memory is not a service") from error
 
 
 def _weights_of(model: str) -> str:

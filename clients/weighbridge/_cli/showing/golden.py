@@ -45,10 +45,14 @@ _MOST_FILE = 1 << 20
     type=click.IntRange(2, MOST_TOKENS),
     default=40,
     show_default=True,
-    help="With --make: length of each prompt. Longer than a block of the engine's cache of prefixes, else a stale one is not seen.",
+    help="With --make: length of each prompt. Longer than a block of the engine's prefix cache, or else a stale block is not noticed.",
 )
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="With --make: other prompts for another one."
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="With --make: seed; a different one makes different prompts.",
 )
 @click.option(
     "--prompts",
@@ -73,7 +77,7 @@ _MOST_FILE = 1 << 20
     type=click.Choice(["vllm", "sglang"]),
     default="vllm",
     show_default=True,
-    help="With --url: what the engine is.",
+    help="With --url: kind of engine.",
 )
 @click.option(
     "--engine-key",
@@ -121,9 +125,9 @@ def golden_command(
             "--make and --prompts make a file: name it with --from, and ask the engine then"
         )
     if out is not None and not making:
-        raise click.UsageError("--out goes with --make or --prompts")
+        raise click.UsageError("--out needs --make or --prompts")
     if max_drift is not None and not making and url is None:
-        raise click.UsageError("--max-drift goes with --url, --make or --prompts")
+        raise click.UsageError("--max-drift needs --url, --make or --prompts")
     with engine_of(server) as client:
         version = client.version(reference.model, reference.version or REF_LATEST)
         if making:
@@ -208,7 +212,7 @@ def _prompts(client: EngineClient, name: str, source: Path) -> Sequence[Sequence
 
 def _token(value: object) -> int:
     if type(value) is not int:
-        raise TypeError(f"{value!r} is no token id")
+        raise TypeError(f"{value!r} is not a token id")
     return value
 
 
@@ -241,7 +245,7 @@ def _asked(
     if serving is not None:
         _check_serves(serving, version)
     elif not as_json:
-        say("the engine does not say which version it serves", err=True)
+        say("the engine does not report which version it serves", err=True)
     return ask(engine, version.model, version.number, made, max_drift)
 
 
@@ -255,12 +259,12 @@ def _check_serves(serving: Serving, version: Version) -> None:
         raise FailedPrecondition(f"the engine serves no version: {serving.broken}", fix="update it first")
     if serving.model not in ("", version.model):
         raise FailedPrecondition(
-            f"the engine serves {serving.model}, and not {version.model}",
+            f"the engine serves {serving.model}, not {version.model}",
             fix=f"name that: {serving.model}@NUMBER",
         )
     if serving.version not in (None, version.number):
         raise FailedPrecondition(
-            f"the engine serves version {serving.version}, and not {version.number}",
+            f"the engine serves version {serving.version}, not {version.number}",
             fix=f"name that: {version.model}@{serving.version}; or update the engine first",
         )
 

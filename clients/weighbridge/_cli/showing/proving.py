@@ -38,12 +38,12 @@ _NAMED = 10
 @click.option(
     "--engine-server",
     metavar="HOST:PORT",
-    help="The service's address as the engine reaches it; as --server if not given.",
+    help="The service's address as the engine reaches it.  [default: --server]",
 )
 @click.option(
     "--by-loading",
     is_flag=True,
-    help="Pause the engine, and let its own loader load the version again over what it has: what differed is named, and right afterwards.",
+    help="Pause the engine, and let its own loader load the version again over what it has: this names what differed, and corrects it.",
 )
 @client_options
 @click.pass_context
@@ -79,7 +79,8 @@ def prove_command(
         )
         if number is None:
             raise FailedPrecondition(
-                f"the engine does not say which version of {model} it serves", fix=f"name one: {model}@NUMBER"
+                f"the engine does not report which version of {model} it serves",
+                fix=f"name one: {model}@NUMBER",
             )
         if by_loading:
             proof = prove_by_load(engine, model, number)
@@ -117,7 +118,7 @@ def _lines(proof: Proof) -> Iterator[str]:
             for why, parameters in whys.items():
                 yield f"    not compared, {why}: {named(parameters, _NAMED)}"
     if proof.untested:
-        yield "  by a record of the engine's loader that was never compared with a load by that loader: --by-loading does, and pauses the engine"
+        yield "  by a record of the engine's loader that was never compared with a load by that loader: --by-loading compares it, and pauses the engine"
 
 
 def _compared(rank: RankProof) -> str:

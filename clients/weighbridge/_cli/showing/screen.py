@@ -146,7 +146,7 @@ def push_lines(push: Push, now_ms: int, width: int) -> Iterator[Text]:
     for rank in behind[:_MOST_RANKS]:
         yield Text(f"  rank {rank.progress.rank:<5} {_rank_text(rank)}")
     if len(behind) > _MOST_RANKS:
-        yield Text(f"  and {counted(len(behind) - _MOST_RANKS, 'rank')} that are further", style="dim")
+        yield Text(f"  and {counted(len(behind) - _MOST_RANKS, 'rank')} that are further along", style="dim")
 
 
 def _rank_text(rank: PushingRank) -> str:

@@ -34,7 +34,7 @@ _PLAIN_COLUMNS = 160
     envvar="WEIGHBRIDGE_HTTP",
     show_envvar=True,
     metavar="HOST:PORT",
-    help="The service's HTTP address, for its memory.  [default: what the service says]",
+    help="The service's HTTP address, for its memory.  [default: what the service reports]",
 )
 @click.option(
     "--every",
@@ -44,7 +44,7 @@ _PLAIN_COLUMNS = 160
     metavar="SECONDS",
     help="How often to look.",
 )
-@click.option("--once", is_flag=True, help="Print it once, and end; so it is where there is no terminal.")
+@click.option("--once", is_flag=True, help="Print it once, and exit; this is the default without a terminal.")
 @client_options
 def top_command(
     models: tuple[str, ...], http: str | None, every: float, once: bool, server: str, as_json: bool
