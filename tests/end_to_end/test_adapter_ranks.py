@@ -144,7 +144,7 @@ def test_a_model_with_another_adapter_is_refused_and_stays_as_it_was(service: Ru
         merged.merge_adapter()
         with pytest.raises(LayoutError, match="are merged into the weights"):
             trainer.restore_adapter("acme/kept", merged)
-        with pytest.raises(InvalidArgument, match="acme/smol@1 is no adapter"):
+        with pytest.raises(InvalidArgument, match="acme/smol@1 is not an adapter"):
             trainer.restore_adapter(BASE, adapted())
 
 

@@ -181,7 +181,7 @@ def test_a_folder_is_imported_by_its_base_and_without_one_refused(service: Servi
     with pytest.raises(NotFound, match="is an adapter of peft") as refused:
         service.trainer.import_folder("acme/other", tmp_path / "a")
     assert "--base" in refused.value.fix
-    with pytest.raises(InvalidArgument, match="is a model, and no adapter"):
+    with pytest.raises(InvalidArgument, match="is a model, not an adapter"):
         service.trainer.import_adapter("acme/other", service.base, base=f"{BASE}@1")
     (tmp_path / "a" / "adapter_model.safetensors").rename(tmp_path / "a" / "adapter_model.bin")
     with pytest.raises(InvalidArgument, match=r"adapter_model\.bin is a pickle"):
@@ -246,7 +246,7 @@ def test_whole_models_and_adapters_keep_out_of_each_others_names(service: Servic
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     with pytest.raises((InvalidArgument, FailedPrecondition), match="adapter"):
         trainer.push_state_dict(ALICE, whole, step=9, optimizer=optimizer)
-    with pytest.raises(InvalidArgument, match="no model of peft"):
+    with pytest.raises(InvalidArgument, match="not a model of peft"):
         trainer.push_adapter("acme/none", whole, base=f"{BASE}@1", step=1)
     with pytest.raises(InvalidArgument, match="no adapter 'other'"):
         trainer.push_adapter("acme/none", adapted(), base=f"{BASE}@1", step=1, adapter_name="other")

@@ -337,7 +337,7 @@ def test_torch_loads_what_is_exported_and_what_it_saved_is_restored(
     restored = torch_ranks.run_ranks(2, _restore_torch, service.address, again, "fsdp", {"drawn": None})
     assert [own["drawn"].tolist() for own in restored] == [[rank] * 3 for rank in range(2)]
     [told] = torch_ranks.run_ranks(1, _refused, service.address, again)
-    assert "was imported with what is their own of 2 ranks, and rank_state= is asked for on 1" in told
+    assert "was imported with the values of 2 ranks, but rank_state= is requested on 1" in told
     assert not (ours / "common.pt").exists()
     for size, way in ((2, "fsdp"), (1, None)):
         for rank, (found, drawn) in enumerate(torch_ranks.run_ranks(size, _load_torch, ours, way, flat)):
@@ -390,7 +390,7 @@ def test_a_folder_with_something_in_it_is_left_alone_unless_it_is_to_be_replaced
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
     with TrainerClient(service.address) as trainer:
-        for replace, said in ((False, "not an empty folder"), (True, "no checkpoint")):
+        for replace, said in ((False, "not an empty folder"), (True, "is not a checkpoint")):
             with pytest.raises(InvalidArgument, match=said):
                 trainer.export_training(TORCH, small, folder, replace=replace)
         assert [path.name for path in tmp_path.rglob("*")] == ["there", "notes.txt"]
@@ -456,7 +456,7 @@ def test_commands_take_states_out_and_in(service: RunningService, small: int, tm
     assert version["metadata"] == {"from": "disk"}
 
     code, refused = run("export", f"{TORCH}:training@{small}", folder)
-    fix = "name a new folder, or replace the checkpoint that is there: --replace, replace=True"
+    fix = "name a new folder, or replace the existing checkpoint: --replace, replace=True"
     assert (code, refused["error"]["fix"]) == (1, fix)
     code, refused = run("export", f"{TORCH}@latest", tmp_path / "weights", "--format", "dcp")
     assert "is for training states" in refused["error"]["message"]

@@ -443,7 +443,7 @@ def test_another_number_of_ranks_gets_the_first_ranks_values_and_is_refused_thos
         before = module[0].weight.clone()
         with pytest.raises(InvalidArgument) as error:
             client.restore_state_dict(MODEL, module, rank_state={"seed": 0})
-        assert f"{TRAINING}@1 was pushed by 2 ranks, and rank_state= is asked for on 1" in error.value.message
+        assert f"{TRAINING}@1 was pushed by 2 ranks, but rank_state= is requested on 1" in error.value.message
         assert torch.equal(module[0].weight, before)
         state = {"epoch": 0}
         client.restore_state_dict(MODEL, module, state=state)
@@ -469,7 +469,7 @@ def test_the_state_of_another_model_names_what_differs_and_changes_nothing(
         before = [each.clone() for each in other.parameters()]
         with pytest.raises(LayoutError) as error:
             client.restore_state_dict(MODEL, other, optimizer=optimizer)
-        assert f"{TRAINING}@1 is the training state of another model" in error.value.message
+        assert f"{TRAINING}@1 is the training state of a different model" in error.value.message
         assert "model.2.weight is missing from the version" in error.value.details
         assert all(map(torch.equal, other.parameters(), before))
 
@@ -493,7 +493,7 @@ def test_a_restore_that_breaks_off_says_what_has_become_of_the_rank_and_can_be_m
             proxy.die_after(3 << 20)
             with pytest.raises(WeighbridgeError) as error:
                 broken.restore_state_dict(MODEL, module, state={"epoch": 0})
-        assert f"Of {TRAINING}@1 this rank has been filled in part: restore again" in str(
+        assert f"This rank has restored only a part of {TRAINING}@1: restore again" in str(
             error.value.__notes__
         )
         client.restore_state_dict(MODEL, module, state={"epoch": 0})

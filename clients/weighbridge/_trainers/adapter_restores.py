@@ -42,7 +42,7 @@ class StoredAdapter:
         config = files.get(ADAPTER_CONFIG)
         if config is None:
             raise InvalidArgument(
-                f"{name} is no adapter", fix="restore a whole model by restore or restore_state_dict"
+                f"{name} is not an adapter", fix="restore a whole model with restore or restore_state_dict"
             )
         return StoredAdapter(name, json.loads(config), tensors)
 
@@ -57,7 +57,7 @@ class StoredAdapter:
                 wrong.append(f"{spec}: {self.name} has {there}")
         if wrong:
             raise LayoutError(
-                f"the model's adapter is another one than {self.name}, in {counted(len(wrong), 'tensor')}",
+                f"the model's adapter differs from {self.name} in {counted(len(wrong), 'tensor')}",
                 details=first_lines(wrong),
                 fix="give it the rank and the target modules of the version",
             )
@@ -68,13 +68,13 @@ class StoredAdapter:
         other = [field for field, usual in kept.items() if (self.config.get(field) or usual) != usual]
         if other or self.config.get("peft_type") != "LORA":
             raise LayoutError(
-                f"{self.name} is not a plain LoRA, and Megatron-core has no others", details=other
+                f"{self.name} is not a plain LoRA, and Megatron-core supports only plain LoRA", details=other
             )
         pattern = self.config.get("alpha_pattern") or {}
         if any(not _PLAIN.fullmatch(each) for each in pattern):
             raise LayoutError(
                 f"{self.name} has an alpha_pattern of expressions, which are not executed here",
-                fix="train and push it with the names of layers there",
+                fix="train and push it with names of layers in alpha_pattern",
             )
         wrong = []
         for name, module in modules.items():
@@ -88,7 +88,7 @@ class StoredAdapter:
                 wrong.append(f"{name}: {scale:g}, and the model has {module.alpha / module.rank:g}")
         if wrong:
             raise LayoutError(
-                f"{self.name} is scaled otherwise than the model's adapter, in {counted(len(wrong), 'layer')}",
+                f"{self.name} has another scale than the model's adapter in {counted(len(wrong), 'layer')}",
                 details=first_lines(wrong),
                 fix="give the model's adapter the version's lora_alpha",
             )
@@ -119,7 +119,7 @@ def fill_shared(layout: Layout, tensors: Sequence[torch.Tensor], filled: Sequenc
             unlike[name].append(other)
     if unlike:
         raise LayoutError(
-            "layers that the model fuses have different adapters in the version, and one here",
+            "layers that the model fuses have different adapters in the version, but share one in the model",
             details=first_lines(
                 f"{name} and {', '.join(sorted(set(others)))}" for name, others in unlike.items()
             ),

@@ -88,7 +88,7 @@ class Adapters:
                     counted(len(merged), "layer has", "layers have")
                     + " adapters that are merged into the weights",
                     details=first_lines(merged),
-                    fix="call model.unmerge_adapter() before",
+                    fix="call model.unmerge_adapter() first",
                 )
             found = self._trained.read(peft_model, adapter_name, embeddings)
             shards = adapter_shards(found.state, found.forms, whole=False, of=stored.name, filled=True)

@@ -71,8 +71,8 @@ class StepGate:
         named = optimizer if isinstance(wanted, str) else wanted
         if isinstance(wanted, str) and (wanted != OPTIMIZER_STEP or optimizer is None):
             raise InvalidArgument(
-                f"until={wanted!r} names no optimizer",
-                fix=f"push the optimizer along, optimizer=... and until={OPTIMIZER_STEP!r}; or name it, until=optimizer",
+                f"until={wanted!r} does not name an optimizer",
+                fix=f"push the optimizer too, with optimizer=... and until={OPTIMIZER_STEP!r}; or pass it as until=optimizer",
             )
         return CopiesUntilStep(self, steady_until_step(named))
 

@@ -158,7 +158,7 @@ class MegatronAdapters:
         if unknown:
             raise LayoutError(
                 counted(len(unknown), "layer with adapters is", "layers with adapters are")
-                + " not one of the base",
+                + " not in the base",
                 details=first_lines(unknown),
                 fix="name the base that the model was made from",
             )
@@ -172,7 +172,7 @@ class MegatronAdapters:
             for cut in self._slices(part, of_weight, links.targets):
                 spec, shard, data = _place(part, cut, links.targets[cut.target])
                 if specs.setdefault(spec.name, spec) != spec:
-                    raise LayoutError(f"two adapters are of one layer: {spec} and {specs[spec.name]}")
+                    raise LayoutError(f"two adapters belong to one layer: {spec} and {specs[spec.name]}")
                 shards.append((shard, data))
                 if part.is_in:
                     modules[_module(cut.target)] = self._scale(part)
@@ -182,7 +182,7 @@ class MegatronAdapters:
     def _scale(self, part: Part) -> LoraModule:
         found = self.scales.get(part.memory)
         if found is None:
-            raise LayoutError(f"nothing says how the adapter of {part.layer} is scaled", fix=_ONLY)
+            raise LayoutError(f"the scale of the adapter of {part.layer} is not known", fix=_ONLY)
         return found
 
     def _slices(
@@ -207,7 +207,7 @@ class MegatronAdapters:
                 each.target for each in found if _module(each.target).rpartition(".")[2] == leaf
             )
             if not own:
-                raise LayoutError(f"{part.layer} is made of no {leaf} in the base", fix=_ONLY)
+                raise LayoutError(f"{part.layer} has no {leaf} in the base", fix=_ONLY)
             found = dict.fromkeys(_Slice(target, 0, 0, targets[target].shape[axis]) for target in own)
         for cut in found:
             first = max(cut.first, part.box.offset[axis])
@@ -271,7 +271,8 @@ def _check_plain(keys: Iterable[str]) -> None:
     ]
     if other:
         raise LayoutError(
-            counted(len(other), "tensor of adapters is", "tensors of adapters are") + " none of plain LoRA",
+            counted(len(other), "tensor of adapters is", "tensors of adapters are")
+            + " not part of plain LoRA",
             details=first_lines(other),
             fix=_ONLY,
         )
@@ -295,7 +296,10 @@ def _scales(chunk: Any) -> Iterator[tuple[int, LoraModule]]:
         if first is None or rank is None or alpha is None:
             continue
         if not isinstance(getattr(module, "activation", None), torch.nn.Identity | None):
-            raise LayoutError(f"{name} has an activation between its two matrices, as no LoRA has", fix=_ONLY)
+            raise LayoutError(
+                f"{name} has an activation between its two matrices, which plain LoRA does not have",
+                fix=_ONLY,
+            )
         dropout = getattr(getattr(module, "dropout", None), "p", 0.0)
         yield first.weight.data_ptr(), LoraModule(int(rank), float(alpha), float(dropout))
 
@@ -360,7 +364,7 @@ def _slice(link: Link, axis: int, target: TensorSpec) -> _Slice:
     own = len(link.source_box.offset)
     if len(target.shape) != 2 or link.axes != (own - 2, own - 1) or not target.name.endswith(_WEIGHT):
         raise LayoutError(
-            f"{target} is no weight of a linear layer with as many rows and columns as {link.source} has, so peft has no adapter of it",
+            f"{target} is not the weight of a linear layer with as many rows and columns as {link.source} has, so peft has no adapter for it",
             fix=_ONLY,
         )
     return _Slice(

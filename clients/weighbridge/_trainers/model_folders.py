@@ -52,7 +52,7 @@ def imported(
         raise InvalidArgument(f"fp8 weights cannot become {wide}", fix="use bf16, fp16 or fp32")
     if wide is not None and dtype:
         raise InvalidArgument(
-            "weights are dequantised or cast, and not both", fix=f"leave the dtype {dtype} out"
+            "weights are either dequantised or cast, not both", fix=f"leave the dtype {dtype} out"
         )
     files = _side_files(model, Path(hf_dir))
     weights = _read(model, Path(hf_dir), files[CONFIG], wide)
@@ -147,9 +147,9 @@ def replace_files(
         client.register_files(model, files, "", tensors.values(), weight_map=client.model(model).weight_map)
     except (FailedPrecondition, InvalidArgument) as error:
         raise LayoutError(
-            f"{source} describes another model than {model}: {error.message}",
+            f"{source} describes a different model than {model}: {error.message}",
             details=error.details,
             fix="register it under another name: weighbridge import, or TrainerClient.register_model",
         ) from error
     other = sorted(name for name in {*files, *registered} if files.get(name) != registered.get(name))
-    log.info("%s: versions have other files than before from now on: %s", model, ", ".join(other))
+    log.info("%s: new versions have different files from now on: %s", model, ", ".join(other))

@@ -67,7 +67,7 @@ class AdapterFolder:
         if not os.path.lexists(folder / ADAPTER_CONFIG):
             if os.path.lexists(folder / CONFIG):
                 raise InvalidArgument(
-                    f"{folder} is a model, and no adapter of peft", fix="import it without a base"
+                    f"{folder} is a model, not an adapter of peft", fix="import it without a base"
                 )
             raise NotFound(
                 f"there is no {ADAPTER_CONFIG} in {folder}",
@@ -299,8 +299,8 @@ def wrapped_model(model: Any) -> Any:
     found = peft_model_in(model)
     if found is None:
         raise InvalidArgument(
-            f"a {type(model).__name__} is no model of peft",
-            fix="push what get_peft_model or PeftModel.from_pretrained has made; a whole model is pushed by push_state_dict",
+            f"a {type(model).__name__} is not a model of peft",
+            fix="push the model that get_peft_model or PeftModel.from_pretrained returned; push a whole model with push_state_dict",
         )
     return found
 

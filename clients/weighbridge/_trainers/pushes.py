@@ -128,12 +128,13 @@ class Pushes:
         check_options(options)
         if is_training(model) and not part:
             raise InvalidArgument(
-                f"{model} takes training states alone, which are pushed beside weights",
+                f"{model} takes only training states, which are pushed together with weights",
                 fix=f"push to {model.partition(':')[0]}, with optimizer= or state=",
             )
         if "@" in model:
             raise InvalidArgument(
-                f"{model!r} names a version, and a push makes one", fix=f"push to {model.partition('@')[0]!r}"
+                f"{model!r} names a version, but a push creates a new one",
+                fix=f"push to {model.partition('@')[0]!r}",
             )
         rank, ranks = rank_and_world(rank, world_size)
         try:
@@ -145,7 +146,7 @@ class Pushes:
             said = {"step": step, "run": run, "world_size": ranks, "request_id": request_id}
             raise InvalidArgument(
                 f"a push cannot be opened with {', '.join(f'{name}={value!r}' for name, value in said.items())}",
-                fix="step and world_size are integers that are not negative, run and request_id are texts",
+                fix="step and world_size must be integers that are not negative, run and request_id must be strings",
             ) from error
         return PushCall(opening, rank, options)
 
@@ -288,7 +289,7 @@ class Pushes:
                     behind, rank, state.layout, state.space, source, copying=copying, terms=terms.behind()
                 )
             except Exception as error:
-                error.add_note(f"This rank had pushed the weights by then: {handle.model}@{handle.number}.")
+                error.add_note(f"This rank had already pushed the weights: {handle.model}@{handle.number}.")
                 if not terms.hold.policy.warns:
                     raise
                 handle.training = self._skipped(behind, "the training state of step", error)

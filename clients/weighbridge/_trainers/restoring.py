@@ -56,9 +56,7 @@ def megatron_shards(
 
     def on_header(header: pb.StreamHeader) -> None:
         if header.stream_bytes != layout.nbytes:
-            raise DataLoss(
-                f"a stream of {header.stream_bytes} bytes came for {layout.nbytes} bytes of shards"
-            )
+            raise DataLoss(f"the stream has {header.stream_bytes} bytes, but the shards have {layout.nbytes}")
         resolved.append(wire.version_from_proto(header.version))
 
     writer = StreamWriter(layout, tensor_for)

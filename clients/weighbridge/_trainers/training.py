@@ -126,10 +126,10 @@ def restore_training(
     own = checkpoint_ranks(kept, name)
     if rank_state is not None and (pushed_by if own is None else own) != world_size:
         by = f"was pushed by {counted(pushed_by, 'rank')}"
-        of = f"was imported with what is their own of {counted(own or 0, 'rank')}"
+        of = f"was imported with the values of {counted(own or 0, 'rank')}"
         raise InvalidArgument(
-            f"{name} {by if own is None else of}, and rank_state= is asked for on {world_size}",
-            fix="what is each rank's own fits as many ranks alone: leave rank_state= out (checkpoints.restore(rank_state=False)), and begin it anew",
+            f"{name} {by if own is None else of}, but rank_state= is requested on {world_size}",
+            fix="values of ranks are restored only on the same number of ranks: leave rank_state= out (checkpoints.restore(rank_state=False)), and start with new ones",
         )
     values = opened(kept, name, None if rank_state is None else rank)
     stateful.check_kept(state, values.state, "state", name)
@@ -149,7 +149,7 @@ def restore_training(
         except BaseException as error:
             filling.undo()
             error.add_note(
-                f"Of {name} this rank has been filled in part: restore again before anything is trained or pushed."
+                f"This rank has restored only a part of {name}: restore again before you train or push."
             )
             raise
     stateful.give_back(state, values.state)

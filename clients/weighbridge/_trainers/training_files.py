@@ -68,7 +68,7 @@ def write_checkpoint(
 
     if not replaces:
         check_free(
-            folder, fix="name a new folder, or replace the checkpoint that is there: --replace, replace=True"
+            folder, fix="name a new folder, or replace the existing checkpoint: --replace, replace=True"
         )
     part = training_of(meant.model)
     known = KnownLayouts()
@@ -79,8 +79,8 @@ def write_checkpoint(
     nbytes = sum(spec.nbytes for name, spec in all_tensors.items() if name not in tensors)
     if nbytes > MAX_VALUES_BYTES:
         raise InvalidArgument(
-            f"{found.model}@{found.number} has {nbytes} bytes that are no tensors, and an export holds at most {MAX_VALUES_BYTES} in memory",
-            fix="give tensors to optimizer= rather than to state= or rank_state=; restore it as it is",
+            f"{found.model}@{found.number} has {nbytes} bytes that are not tensors, and an export holds at most {MAX_VALUES_BYTES} in memory",
+            fix="give tensors to optimizer= rather than to state= or rank_state=; or restore it into a trainer",
         )
     blobs = [rank_values(connection, found, all_tensors, rank) for rank in range(max(ranks, 1))]
     values = CheckpointValues.of(blobs, tensors, found.step)
@@ -157,7 +157,7 @@ def _check_replaceable(folder: Path, metadata_file: str) -> None:
         not folder.is_dir() or (any(folder.iterdir()) and not (folder / metadata_file).exists())
     ):
         raise InvalidArgument(
-            f"{folder} is no checkpoint, and is not replaced by one", fix="name another folder"
+            f"{folder} is not a checkpoint, and an export does not replace it", fix="name another folder"
         )
 
 

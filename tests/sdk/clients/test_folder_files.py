@@ -95,7 +95,7 @@ def test_a_config_of_other_heads_is_refused_and_no_version_is_opened(
     trainer.import_folder(name, _folder(tmp_path / "hf")).wait(timeout=60)
     other = _folder(tmp_path / "other", num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     with pytest.raises(
-        LayoutError, match=r"config\.json of .*other describes another model than tests/heads"
+        LayoutError, match=r"config\.json of .*other describes a different model than tests/heads"
     ) as refused:
         trainer.push_folder(name, other, step=2)
     assert "import" in refused.value.fix

@@ -180,9 +180,9 @@ def test_what_peft_has_no_adapter_of_is_refused_by_name() -> None:
         key, Box.whole((HIDDEN, INNER)), stacked.name, Box((0, 0, 0), (1, INNER, HIDDEN)), (None, 1, 0)
     )
     found = MegatronAdapters.of(stage)
-    with pytest.raises(LayoutError, match=r"experts\.down_proj .* is no weight of a linear layer"):
+    with pytest.raises(LayoutError, match=r"experts\.down_proj .* is not the weight of a linear layer"):
         found.placed(WeightLinks(source, {stacked.name: stacked}, (onto,)))
-    with pytest.raises(LayoutError, match="1 layer with adapters is not one of the base") as unknown:
+    with pytest.raises(LayoutError, match="1 layer with adapters is not in the base") as unknown:
         found.placed(WeightLinks({}, {}, ()))
     assert list(unknown.value.details) == [key]
 
@@ -192,7 +192,7 @@ def test_adapters_of_another_kind_are_refused_by_name() -> None:
         "decoder.layers.0.mlp.linear_fc2.adapter.weight_magnitude", torch.zeros(HIDDEN)
     )
     stage = _one_layer(Adapter(numbers(RANK, INNER), numbers(HIDDEN, RANK)), [magnitude])
-    with pytest.raises(LayoutError, match="1 tensor of adapters is none of plain LoRA") as refused:
+    with pytest.raises(LayoutError, match="1 tensor of adapters is not part of plain LoRA") as refused:
         MegatronAdapters.of(stage)
     assert "weight_magnitude" in refused.value.details[0]
 

@@ -373,7 +373,7 @@ def test_files_that_are_no_checkpoint_are_refused_and_nothing_is_run(
         convert_folder(short, tmp_path / "hf", options)
 
     evil = _one_process(tmp_path / "evil", lambda state: state.update(other=_Runs()))
-    with pytest.raises(DataLoss, match=r"names (posix|os)\.mkdir.*nothing of it was run"):
+    with pytest.raises(DataLoss, match=r"names (posix|os)\.mkdir.*no code was executed"):
         convert_folder(evil, tmp_path / "hf", options)
     (evil / "model_world_size_1_rank_0.pt").write_bytes(pickle.dumps({"no": "archive"}))
     with pytest.raises(DataLoss):
@@ -452,7 +452,7 @@ def test_tensors_of_a_hundred_thousand_axes_and_parameters_of_parameters_are_ref
     assert time.process_time() - started < 10
     told = str(error.value)
     assert "'vast.0' in model_world_size_1_rank_0.pt: it has 100000 axes" in told
-    assert "'nested' in model_world_size_1_rank_0.pt: its pickle is not that of a plain tensor" in told
+    assert "'nested' in model_world_size_1_rank_0.pt: its pickle does not contain a plain tensor" in told
     assert len(told) < 2000
 
 

@@ -292,7 +292,7 @@ def test_what_is_kept_can_be_said_before_there_is_a_state(client: RawClient, tra
 
 
 def test_a_trainer_pushes_no_weights_as_a_state(trainer: TrainerClient) -> None:
-    with pytest.raises(errors.InvalidArgument, match="beside weights"):
+    with pytest.raises(errors.InvalidArgument, match="together with weights"):
         trainer.push_state_dict(TRAINING, {"fc.weight": torch.zeros(12, 5)}, step=1)
 
 

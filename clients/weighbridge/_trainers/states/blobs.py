@@ -16,12 +16,12 @@ from weighbridge.errors import DataLoss, InvalidArgument
 if TYPE_CHECKING:
     import torch
 
-_PLAIN = "numbers, texts, bytes, None, plain tensors, and lists, tuples, sets and dicts of these"
+_PLAIN = "numbers, strings, bytes, None, plain tensors, and lists, tuples, sets and dicts of these"
 _TORCHS_OWN = ("builtins", "collections", "torch", "torch._utils")
 """Modules whose allowed types torch chooses itself, even if this process has allowed them too."""
 _FIX = (
-    f"give {_PLAIN}; of a numpy array torch.from_numpy(array) or array.tolist(), of an object with a state_dict() the object itself, "
-    "of a DTensor its to_local() or full_tensor()"
+    f"give {_PLAIN}; for a numpy array torch.from_numpy(array) or array.tolist(), for an object with a state_dict() the object itself, "
+    "for a DTensor its to_local() or full_tensor()"
 )
 
 
@@ -38,7 +38,7 @@ def encode(values: Mapping[str, Any]) -> torch.Tensor:
     prepared = {name: _prepared(value, name) for name, value in values.items()}
     if not _loads(_without_data(prepared)):
         found = (_refused(value, name) for name, value in prepared.items())
-        refused = next(filter(None, found), "all of it together")
+        refused = next(filter(None, found), "the values together are an object")
         raise InvalidArgument(f"{refused}, which torch.load(weights_only=True) refuses", fix=_FIX)
     written = io.BytesIO()
     torch.save(prepared, written)
@@ -77,7 +77,7 @@ def by_name(value: Any, name: str) -> dict[str, Any]:
         DataLoss: the value is not such a dict.
     """
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise DataLoss(f"{name} holds a {type(value).__name__}, and no values by name")
+        raise DataLoss(f"{name} contains a {type(value).__name__}, not values by name")
     return value
 
 
@@ -98,7 +98,7 @@ def load(content: Any, name: str, allowed: Sequence[Any] = ()) -> Any:
         with torch.serialization.safe_globals(list(allowed)):
             return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises many types of errors for a damaged file
-        raise DataLoss(f"{name} is nothing that torch.load(weights_only=True) reads") from error
+        raise DataLoss(f"{name} is not a file that torch.load(weights_only=True) can read") from error
 
 
 def _prepared(value: Any, path: str) -> Any:
@@ -109,7 +109,7 @@ def _prepared(value: Any, path: str) -> Any:
         host = value.detach().cpu()
         return host.clone() if host.untyped_storage().nbytes() > host.nbytes else host
     if isinstance(value, torch.Tensor):
-        raise InvalidArgument(f"{path} is a {type(value).__name__}, which is no plain tensor", fix=_FIX)
+        raise InvalidArgument(f"{path} is a {type(value).__name__}, which is not a plain tensor", fix=_FIX)
     if type(value) in (dict, OrderedDict):
         return type(value)((key, _prepared(child, _below(path, key))) for key, child in value.items())
     if type(value) in (list, tuple):

@@ -78,15 +78,15 @@ def _spec(name: str, value: torch.Tensor) -> TensorSpec:
 
     local = held_tensor(value)
     if local.is_meta:
-        raise InvalidArgument("it is on the meta device, and without data")
+        raise InvalidArgument("it is on the meta device and has no data")
     if type(local) is not torch.Tensor or local.layout != torch.strided:
-        raise InvalidArgument(f"it is a {type(local).__name__} ({local.layout}), and no dense tensor")
+        raise InvalidArgument(f"it is a {type(local).__name__} ({local.layout}), not a dense tensor")
     return TensorSpec(name, dtypes.from_torch(local.dtype), shape_of(value))
 
 
 def taken_twice(name: str) -> str:
     """Return the text of the problem that two tensors have the same name."""
-    return f"{name}: two tensors have this name, or names that differ by wrappers alone; rename one of them"
+    return f"{name}: two tensors have this name, or names that differ only by wrappers; rename one of them"
 
 
 def place(value: torch.Tensor) -> tuple[object, ...]:

@@ -116,7 +116,9 @@ def optimizer_values(common: Mapping[str, Any], name: str) -> dict[str, Any]:
             "grad_scalers": [state["grad_scaler"] for state in states if "grad_scaler" in state],
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DataLoss(f"the common state of {name} has no optimizer as Megatron-core writes it") from error
+        raise DataLoss(
+            f"the common state of {name} has no optimizer in the form that Megatron-core writes"
+        ) from error
 
 
 def named_values(common: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class RankOptimizer(ABC):
         for parameter, held, start, stop in self._held():
             if not self._inner.state.get(held):
                 raise FailedPrecondition(
-                    f"the {self.kind} has no state yet of a parameter {list(parameter.shape)}",
+                    f"the {self.kind} has no state yet for a parameter {list(parameter.shape)}",
                     fix="push it after its first step",
                 )
             for name, tensor in self._state_of(parameter, held).items():
@@ -109,7 +109,7 @@ class RankOptimizer(ABC):
                     continue
                 if getattr(tensor, "numel", lambda: -1)() != stop - start or not tensor.is_contiguous():
                     raise LayoutError(
-                        f"state {name} of a parameter {list(parameter.shape)} is no dense tensor of its {stop - start} elements"
+                        f"state {name} of a parameter {list(parameter.shape)} is not a dense tensor of its {stop - start} elements"
                     )
                 yield StateTensor(parameter, name, tensor.detach().view(-1), start)
 
@@ -122,8 +122,8 @@ class RankOptimizer(ABC):
         fresh = not self._inner.state
         if fresh and self._wrapped.init_state_fn is None:
             raise InvalidArgument(
-                f"the {self.kind} has no state yet, and Megatron does not say how to make it",
-                fix="make a step with it first",
+                f"the {self.kind} has no state yet, and Megatron has no function that creates it",
+                fix="run a step with it first",
             )
         if fresh:
             self._wrapped.init_state_fn(self._inner, self._wrapped.config)
@@ -220,7 +220,7 @@ def rank_optimizers(optimizer: Any) -> list[RankOptimizer]:
         return [each for one in optimizer.chained_optimizers for each in rank_optimizers(one)]
     if not isinstance(optimizer, MegatronOptimizer):
         raise InvalidArgument(
-            f"optimizer= is a {type(optimizer).__module__}.{type(optimizer).__qualname__}, and none of Megatron-core's",
+            f"optimizer= is a {type(optimizer).__module__}.{type(optimizer).__qualname__}, not an optimizer of Megatron-core",
             fix=_ADVICE,
         )
     if getattr(optimizer, "is_stub_optimizer", False):

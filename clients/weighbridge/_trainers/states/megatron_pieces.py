@@ -54,7 +54,7 @@ def pieces_of(entry: Entry) -> list[Piece]:
     """
     whole = entry.declared.data
     if not whole.is_contiguous():
-        raise LayoutError(f"{entry.declared.key} is no dense tensor")
+        raise LayoutError(f"{entry.declared.key} is not a dense tensor")
     if entry.aliases:
         return [
             _piece(
@@ -91,6 +91,6 @@ def _traced(factory: Any) -> Iterator[tuple[Any, StridedView]]:
             strides.append(stride)
         if not torch.equal(expected.expand_as(found), found):
             raise LayoutError(
-                f"the factory of {factory.key} does more than to place the elements of a parameter evenly"
+                f"the factory of {factory.key} does more than place the elements of a parameter evenly"
             )
         yield shard, StridedView(tuple(found.shape), tuple(strides), start)

@@ -180,9 +180,9 @@ class _Held:
         ]
         if misfits:
             raise LayoutError(
-                f"{of} is the training state of another model or optimizer, by {counted(len(misfits), 'tensor')}",
+                f"{of} is the training state of a different model or optimizer: {counted(len(misfits), 'tensor differs', 'tensors differ')}",
                 details=first_lines(told(misfits)),
-                fix="build model and optimizer by the configuration that the state was pushed with",
+                fix="build model and optimizer with the configuration that the state was pushed with",
             )
         shards, clipped = [], []
         for placement, tensor in zip(layout.placements, tensors, strict=True):
@@ -198,8 +198,8 @@ class _Held:
 def _check_trainer(stored: StoredState) -> None:
     if "objects" not in stored.values:
         raise LayoutError(
-            f"{stored.name} was not pushed of a Megatron-core model",
-            fix="restore it by restore_state_dict into the torch module that it was pushed of",
+            f"{stored.name} was not pushed from a Megatron-core model",
+            fix="restore it with restore_state_dict into the torch module that it was pushed from",
         )
 
 
@@ -209,7 +209,7 @@ def _check_known(optimizer: RankOptimizer, of_parameter: Mapping[int, Entry]) ->
         raise LayoutError(
             f"{counted(len(unknown), 'parameter')} of the {optimizer.kind} are not in the sharded state dict",
             details=[f"one of shape {list(each.shape)}, {each.dtype}" for each in unknown[:_NAMED]],
-            fix="pass the sharded_state_dict() of the model that the optimizer was built of, all its chunks, as it returns it",
+            fix="pass the sharded_state_dict() of the model that the optimizer was built from, with all its chunks and unchanged",
         )
 
 

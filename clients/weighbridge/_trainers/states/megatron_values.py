@@ -126,9 +126,13 @@ def _matched(own: Sequence[_Identity], kept: Sequence[Mapping[str, Any]]) -> lis
     kinds = {each.kind for each in own} - {each.kind for each in there}
     if kinds:
         raise LayoutError(
-            f"the optimizer is a {', '.join(sorted(kinds))}, and what was pushed is the state of "
-            + (f"a {', '.join(sorted({each.kind for each in there}))}" if there else "none"),
-            fix="build the optimizer by the settings that it was pushed with, or leave optimizer= out",
+            f"the optimizer is a {', '.join(sorted(kinds))}, but "
+            + (
+                f"the pushed state is that of a {', '.join(sorted({each.kind for each in there}))}"
+                if there
+                else "no state of an optimizer was pushed"
+            ),
+            fix="build the optimizer with the settings that it was pushed with, or leave optimizer= out",
         )
     by_identity = dict(zip(there, kept, strict=True))
     # expert parallelism splits one group into two, and one of them belongs to the experts
@@ -140,6 +144,6 @@ def _matched(own: Sequence[_Identity], kept: Sequence[Mapping[str, Any]]) -> lis
         raise LayoutError(
             f"{counted(len(missing), 'group')} of parameters were not pushed",
             details=missing,
-            fix="build the optimizer by the settings that it was pushed with",
+            fix="build the optimizer with the settings that it was pushed with",
         )
     return [values for values in found if values is not None]

@@ -22,7 +22,7 @@ def values_of(named: Any, argument: str) -> dict[str, Any]:
         return {}
     if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
         raise InvalidArgument(
-            f"{argument}= is a {type(named).__name__}, and no mapping by names",
+            f"{argument}= is a {type(named).__name__}, not a mapping with strings as keys",
             fix=f'give a dict, like {argument}={{"scheduler": scheduler}}',
         )
     return {name: value.state_dict() if _is_stateful(value) else value for name, value in named.items()}
@@ -46,14 +46,14 @@ def check_kept(
         return
     if not isinstance(named, MutableMapping):
         raise InvalidArgument(
-            f"{argument}= is a {type(named).__name__}, and no dict that values come back in"
+            f"{argument}= is a {type(named).__name__}, not a dict into which values can be restored"
         )
     missing = [str(name) for name in named if name not in kept]
     if missing:
         raise InvalidArgument(
             f"{version} was pushed without {', '.join(missing)} in {argument}=",
             details=[f"it has {name}" for name in kept],
-            fix="ask for what it was pushed with",
+            fix="ask only for values that it was pushed with",
         )
 
 

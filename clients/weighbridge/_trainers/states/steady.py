@@ -49,8 +49,8 @@ def steady_until_step(optimizer: Any) -> Steady:
         return _steady(several, ())
     if not type(optimizer).__module__.startswith("megatron."):
         raise InvalidArgument(
-            f"a {type(optimizer).__name__} is no optimizer whose step could be waited for",
-            fix="name torch's optimizer, several of them, or Megatron-core's",
+            f"a {type(optimizer).__name__} is not an optimizer whose step a push can wait for",
+            fix="pass an optimizer of torch, several of them, or one of Megatron-core",
         )
     from weighbridge._trainers.states.megatron_optimizer import rank_optimizers
 

@@ -38,7 +38,7 @@ def entries_of(
     taken = sorted({MODEL, OPTIMIZER, RANK_STATE} & state.keys())
     if taken:
         raise InvalidArgument(
-            f"values called {', '.join(taken)} in state= have no place in a checkpoint of torch",
+            f"state= has values with the names {', '.join(taken)}, which are reserved in a checkpoint of torch",
             fix="push them under another name",
         )
     nested: dict[str, Any] = {MODEL: dict(trainer[MODEL]), **state}

@@ -70,7 +70,7 @@ class NamedOptimizers:
         for each in found:
             if not isinstance(each, torch.optim.Optimizer):
                 raise InvalidArgument(
-                    f"a {type(each).__name__} is no optimizer of torch",
+                    f"a {type(each).__name__} is not an optimizer of torch",
                     fix="give one torch.optim.Optimizer, or a list",
                 )
         own: dict[torch.Tensor, str] = {}
@@ -87,7 +87,7 @@ class NamedOptimizers:
             raise LayoutError(
                 f"the optimizer has {counted(len(foreign), 'parameter')} that the module does not have",
                 details=first_lines(foreign),
-                fix="give the optimizer that was made of this module's parameters, after fully_shard or whatever else replaces them",
+                fix="give the optimizer that was built from this module's parameters, after fully_shard or anything else that replaces them",
             )
         if twice:
             raise LayoutError(
@@ -101,7 +101,7 @@ class NamedOptimizers:
 
         for name, _, state in self._states():
             boxed.problems += [
-                f"{prefix}{_STATE}{name}[{key!r}]: a key of an optimizer's state is to be a text without dots"
+                f"{prefix}{_STATE}{name}[{key!r}]: a key of an optimizer's state must be a string without dots"
                 for key in state
                 if not isinstance(key, str) or "." in key
             ]
@@ -110,7 +110,7 @@ class NamedOptimizers:
                 if isinstance(value, torch.Tensor):
                     boxed.take(full, value)
                 elif _has_tensors(value):
-                    boxed.problems.append(f"{full}: it is a {type(value).__name__} with tensors in it")
+                    boxed.problems.append(f"{full}: it is a {type(value).__name__} that contains tensors")
 
     def values(self) -> dict[str, Any]:
         """Return the optimizers' state other than tensors: numbers by parameter, the parameter groups, and the kind of optimizer of each

@@ -65,7 +65,7 @@ def training_tensors(module: object, optimizers: object | None) -> TrainingTenso
         values["optimizer"] = named.values()
     if boxed.problems:
         raise LayoutError(
-            f"the training state cannot be kept, for {counted(len(boxed.problems), 'entry', 'entries')}",
+            f"{counted(len(boxed.problems), 'entry', 'entries')} of the training state cannot be stored",
             details=first_lines(boxed.problems),
         )
     return TrainingTensors(boxed.layout, tuple(boxed.tensors), values, _SPACE)
@@ -125,8 +125,8 @@ def _fit(
         values = stored.values.get("optimizer")
         if values is None:
             raise LayoutError(
-                f"{stored.name} has no optimizer's state",
-                fix="leave optimizer= out, or restore one that was pushed with it",
+                f"{stored.name} has no optimizer state",
+                fix="leave optimizer= out, or restore a version that was pushed with an optimizer",
             )
         begin = len(_OPTIMIZER)
         states = {name[begin:]: spec for name, spec in stored.tensors.items() if name.startswith(_OPTIMIZER)}
@@ -139,7 +139,7 @@ def _fit(
     problems += boxed.problems
     if problems:
         raise LayoutError(
-            f"{stored.name} is the training state of another model or optimizer, by {counted(len(problems), 'entry', 'entries')}",
+            f"{stored.name} is the training state of a different model or optimizer: {counted(len(problems), 'entry differs', 'entries differ')}",
             details=first_lines(problems),
             fix="build module and optimizer as they were when it was pushed, on any number of ranks; strict=False fills what both have",
         )
@@ -164,14 +164,14 @@ def _check_adapters(module: torch.nn.Module, stored: StoredState) -> None:
     there = any("base_layer" in name.split(".") for name in stored.tensors)
     if there and not has:
         raise LayoutError(
-            f"{stored.name} is of a model that peft has given adapters, and the module has none",
-            fix="wrap the module by get_peft_model with the same LoraConfig first; or take the merged weights alone: restore_state_dict(model, module) "
+            f"{stored.name} is the state of a model with adapters of peft, and the module has none",
+            fix="wrap the module with get_peft_model and the same LoraConfig first; or restore only the merged weights: restore_state_dict(model, module) "
             "without optimizer= and state=",
         )
     if has and not there:
         raise LayoutError(
-            f"{stored.name} is of a model without adapters, and the module has {_quoted(has)}",
-            fix="restore before get_peft_model adds them, and begin the optimizer anew",
+            f"{stored.name} is the state of a model without adapters, and the module has {_quoted(has)}",
+            fix="restore before get_peft_model adds them, and start with a new optimizer",
         )
     if kept is not None and list(kept) != has:
         raise LayoutError(
@@ -191,8 +191,8 @@ def _root(given: object) -> torch.nn.Module:
 
     if not isinstance(given, torch.nn.Module):
         raise InvalidArgument(
-            f"a {type(given).__name__} has no optimizer's state",
-            fix="give the module itself with optimizer=, state= or rank_state=, and no state dict",
+            f"a {type(given).__name__} has no optimizer state",
+            fix="give the module itself with optimizer=, state= or rank_state=, not a state dict",
         )
     module, inner = given, _wrapped(given)
     while inner is not None:
@@ -213,7 +213,7 @@ def _named(module: torch.nn.Module, optimizers: object) -> NamedOptimizers | Zer
     if any(zero3.is_partitioned(parameter) for parameter in module.parameters()):
         raise InvalidArgument(
             f"a {type(optimizers).__name__} does not have the state of a module that ZeRO-3 has partitioned",
-            fix="give DeepSpeed's own: optimizer=engine.optimizer",
+            fix="give the optimizer of DeepSpeed: optimizer=engine.optimizer",
         )
     return NamedOptimizers.of(optimizers, _parameter_names(module))
 

@@ -159,7 +159,7 @@ def read_blob(blob: torch.Tensor, name: str) -> RankValues:
     if found.get("format") != _FORMAT:
         raise DataLoss(
             f"{name} has format {found.get('format')!r}, and this client reads {_FORMAT}",
-            fix="update the client to the version that has pushed it",
+            fix="update this client to the release that pushed it",
         )
     trainer, state, rank_state = (
         blobs.by_name(found.get(part), f"{part} of {name}") for part in ("trainer", "state", "rank_state")

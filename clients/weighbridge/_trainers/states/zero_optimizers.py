@@ -103,8 +103,8 @@ class ZeroOptimizer:
             )
         if getattr(optimizer, "swap_optimizer", False) or hasattr(optimizer, "backup_optimizer"):
             raise InvalidArgument(
-                "the optimizer's state is offloaded to NVMe, or in parts",
-                fix="offload all of it to the CPU, or nothing",
+                "the optimizer's state is offloaded to NVMe, or only in part",
+                fix="offload all of it to the CPU, or none of it",
             )
         self._optimizer = optimizer
         self._inner: torch.optim.Optimizer = optimizer.optimizer
@@ -130,7 +130,7 @@ class ZeroOptimizer:
                     continue
                 if value.dim() and value.shape != flat.tensor.shape:
                     boxed.problems.append(
-                        f"{prefix}{_STATE}{flat.ranges[0].name}.{key}: it is neither of the parameters' elements nor a number"
+                        f"{prefix}{_STATE}{flat.ranges[0].name}.{key}: it is neither a number nor one value for each element of the parameters"
                     )
                     continue
                 for each in flat.ranges:
@@ -254,7 +254,9 @@ def _fitted(
         of = [(each, found[each.name][key]) for each in flat.ranges]
         first = of[0][1]
         if key == _MASTER and (not flat.copied or first.dtype.torch != flat.tensor.dtype):
-            fit.problems.append(f"{first} of the version is a copy such as the optimizer has none of")
+            fit.problems.append(
+                f"{first} of the version is a master copy, and the optimizer has none of this dtype"
+            )
             continue
         scalar = key != _MASTER and not any(spec.shape for _, spec in of)
         shapes = [() if scalar else each.shape for each, _ in of]

@@ -76,7 +76,7 @@ class Archive:
             raise DataLoss(f"its archive refers to the bytes {begin} to {end} of {self.length}")
         data = os.pread(self._fd, end - begin, self._offset + begin)
         if len(data) != end - begin:
-            raise DataLoss("the file ends inside of it")
+            raise DataLoss("the file ends inside it")
         return data
 
 
@@ -124,7 +124,7 @@ def _read_directory(archive: Archive, most: int) -> dict[bytes, tuple[int, int, 
             raise DataLoss("the directory of its archive is damaged")
         records[name] = (method, plain, header, start)
     if len(records) != count or not records:
-        raise DataLoss(f"its archive has {len(records)} records and announces {count}")
+        raise DataLoss(f"its archive has {len(records)} records, but declares {count}")
     return records
 
 

@@ -142,19 +142,19 @@ def read_objects(folder: Path, items: Mapping[str, Item | None], most: int) -> d
     nbytes = sum(item.length for item in items.values() if item is not None)
     if nbytes > most:
         raise InvalidArgument(
-            f"the entries of {folder} that are no tensors have {nbytes} bytes, more than {most}"
+            f"the entries of {folder} that are not tensors have {nbytes} bytes, more than {most}"
         )
     found = {}
     for name, item in items.items():
         if item is None:
             raise DataLoss(
-                f"{METADATA_FILE} of {folder} does not say where {shown(name)} lies in a way that can be read"
+                f"{METADATA_FILE} of {folder} does not contain a readable location of {shown(name)}"
             )
         with open_file(folder, item.file) as (fd, _):
             found[name] = os.pread(fd, item.length, item.offset)
         if len(found[name]) != item.length:
             raise DataLoss(
-                f"{shown(name)} in {item.file} at {item.offset}: it should have {item.length} bytes, but the file ends before"
+                f"{shown(name)} in {item.file} at {item.offset}: it should have {item.length} bytes, but the file ends earlier"
             )
     return found
 
@@ -196,7 +196,7 @@ def _read_metadata(folder: Path) -> bytes:
             fix = "give the folder that holds .metadata and the .distcp files, as Megatron-core (torch_dist) and torch.distributed.checkpoint write them"
         found = f", only {CONFIG_FILE}" if (folder / CONFIG_FILE).exists() else ""
         raise NotFound(
-            f"{folder} is no torch_dist or DCP checkpoint: it has no {METADATA_FILE}{found}", fix=fix
+            f"{folder} is not a torch_dist or DCP checkpoint: it has no {METADATA_FILE}{found}", fix=fix
         ) from error
 
 
@@ -256,7 +256,7 @@ def _find_chunk(fd: int, file_size: int, item: Item, spec: TensorSpec, shard: Sh
         raise DataLoss(f"it should have {item.length} bytes, but the file has {file_size}")
     found = find_tensor(fd, item.offset, item.length)
     if found.dtype != spec.dtype.torch_name or found.shape != shard.box.extent:
-        raise DataLoss(f"a tensor {list(found.shape)} of {found.dtype} is there instead")
+        raise DataLoss(f"the file contains a tensor {list(found.shape)} of {found.dtype} instead")
     return item.offset + found.offset
 
 
@@ -341,10 +341,10 @@ def _stored(
         chunks.append(shard)
     bare = tensors.keys() - {shard.tensor for shard in chunks}
     if bare:
-        raise LayoutError("there are tensors of which no shard is stored", details=first_lines(sorted(bare)))
+        raise LayoutError("some tensors have no stored shard", details=first_lines(sorted(bare)))
     both = objects.keys() & tensors.keys()
     if both:
-        raise LayoutError("there are objects with the names of tensors", details=first_lines(sorted(both)))
+        raise LayoutError("some objects have the names of tensors", details=first_lines(sorted(both)))
     return chunks
 
 

@@ -70,7 +70,7 @@ def described(call: object) -> DescribedTensor:
         DataLoss: the pickle does not describe such a tensor.
     """
     if type(call) is not Instance or call.kind not in (_V2, _V3) or type(call.args) is not tuple:
-        raise DataLoss("its pickle is not that of a plain tensor")
+        raise DataLoss("its pickle does not contain a plain tensor")
     wanted = 6 if call.kind == _V2 else 7
     # One more argument contains torch's flags, of which the conjugate and the negative bit change the meaning of the bytes.
     if len(call.args) not in (wanted, wanted + 1) or (len(call.args) > wanted and call.args[-1]):
@@ -84,7 +84,7 @@ def described(call: object) -> DescribedTensor:
         case _:
             raise DataLoss("its pickle has no storage")
     if not key.isascii():
-        raise DataLoss("its storage has a name that torch does not give")
+        raise DataLoss("its storage has a name that torch does not use")
     dtype = STORAGES.get(kind)
     if call.kind == _V3 and type(call.args[6]) is Named:
         dtype = call.args[6].name.removeprefix("torch.")
@@ -108,7 +108,7 @@ def located(found: DescribedTensor, archive: Archive) -> StoredTensor:
     """
     begin, end = archive.record(b"data/" + found.key.encode())
     if end - begin != found.storage_nbytes:
-        raise DataLoss(f"its storage has {end - begin} bytes, its pickle says {found.storage_nbytes}")
+        raise DataLoss(f"its storage has {end - begin} bytes, but its pickle declares {found.storage_nbytes}")
     return StoredTensor(found.dtype, found.shape, begin + found.begin)
 
 

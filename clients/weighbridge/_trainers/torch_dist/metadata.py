@@ -92,7 +92,7 @@ def read_entries(data: bytes) -> Entries:
     metadata = _instance(read_pickle(data, KNOWN, METADATA_FILE), _METADATA, _MCORE_METADATA)
     entries, storage = metadata.fields("state_dict_metadata", "storage_data")
     if type(entries) is not dict or type(storage) is not dict:
-        raise DataLoss(f"{METADATA_FILE} has no entries, or says of none where it is stored")
+        raise DataLoss(f"{METADATA_FILE} has no entries, or no locations of entries")
     items = _read_storage(storage)
     tensors: dict[str, TensorSpec] = {}
     chunks: list[tuple[Shard, Item]] = []
@@ -100,7 +100,7 @@ def read_entries(data: bytes) -> Entries:
     counted = 0
     for name, entry in entries.items():
         if type(name) is not str:
-            raise DataLoss(f"{METADATA_FILE} has an entry whose name is not text")
+            raise DataLoss(f"{METADATA_FILE} has an entry whose name is not a string")
         if type(entry) is Instance and entry.kind == _BYTES:
             item = items.get((name, None))
             others[name] = item if isinstance(item, Item) else None
@@ -144,7 +144,7 @@ def is_path(path: Any) -> bool:
 
 def _instance(value: Any, *kinds: str) -> Instance:
     if type(value) is not Instance or value.kind not in kinds:
-        raise DataLoss(f"{METADATA_FILE} has something else where a {kinds[0]} should be")
+        raise DataLoss(f"{METADATA_FILE} contains another value where a {kinds[0]} is expected")
     return value
 
 
@@ -157,7 +157,7 @@ def _read_storage(storage: Mapping[Any, Any]) -> Mapping[tuple[str, tuple[int, .
         fields = _instance(index, _INDEX).fields("fqn")
         offset = index.state.get("offset")
         if type(fields[0]) is not str or not (offset is None or (_is_short(offset) and are_sizes(offset))):
-            raise DataLoss(f"{METADATA_FILE} has an index whose name or offset is not one")
+            raise DataLoss(f"{METADATA_FILE} has an index with an invalid name or offset")
         key = fields[0], offset
         if key in items:
             raise DataLoss(f"{METADATA_FILE} stores {shown(fields[0])} {list(offset or ())} twice")
@@ -175,7 +175,7 @@ def _is_short(sizes: Any) -> bool:
 def _read_item(info: Instance) -> Item | str:
     file, offset, length = info.fields("relative_path", "offset", "length")
     if type(file) is not str or not are_sizes((offset, length)):
-        return "its file, offset or length is not one"
+        return "its file, offset or length is invalid"
     if outside := _outside(file):
         return outside
     if info.state.get("transform_descriptors"):
@@ -188,7 +188,7 @@ def _outside(file: str) -> str:
     """Return the reason why a relative path must not be opened; empty if it may be opened."""
     parts = file.split("/")
     if len(file) > 1024 or not file.isprintable() or any(part in ("", ".", "..") for part in parts):
-        return f"its file {shown(file)} is not the plain name of one in the checkpoint's folder"
+        return f"its file {shown(file)} is not the plain name of a file in the checkpoint's folder"
     return ""
 
 
@@ -196,9 +196,9 @@ def _read_tensor(name: str, entry: Any) -> tuple[TensorSpec, list[Box]]:
     properties, size, chunks = _instance(entry, _TENSOR).fields("properties", "size", "chunks")
     state = _instance(properties, *_PROPERTIES).state
     if type(state) is not tuple or not state or type(state[0]) is not Named:
-        raise DataLoss(f"{METADATA_FILE} does not say of which dtype {shown(name)} is")
+        raise DataLoss(f"{METADATA_FILE} does not contain the dtype of {shown(name)}")
     if not are_sizes(size) or type(chunks) is not list:
-        raise DataLoss(f"{METADATA_FILE} does not say of which shape {shown(name)} is, or of which chunks")
+        raise DataLoss(f"{METADATA_FILE} does not contain the shape of {shown(name)}, or its chunks")
     try:
         dtype = dtypes.parse(state[0].name)
     except InvalidArgument as error:

@@ -29,9 +29,7 @@ from weighbridge._trainers.torch_dist.rank_files import (
 )
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 
-_FSDP1 = (
-    "save the optimizer of FSDP2 (fully_shard); of FSDP1 it keeps flat ranges that do not say whose they are"
-)
+_FSDP1 = "save the optimizer of FSDP2 (fully_shard); that of FSDP1 keeps flat ranges without the names of their parameters"
 
 
 @dataclass(frozen=True)
@@ -71,15 +69,15 @@ def read_optimizer(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> R
     names = list(parameters)
     checkpoint = read_files(folder, files, partial(_tensors, names))
     problems = [
-        f"{shown(name)} is {list(spec.shape)}, of a parameter that is {list(parameters[_parameter(name)])}"
+        f"{shown(name)} has shape {list(spec.shape)}, but its parameter has {list(parameters[_parameter(name)])}"
         for name, spec in checkpoint.layout.tensors.items()
         if spec.shape not in ((), parameters[_parameter(name)])
     ]
     if problems:
         raise LayoutError(
-            f"the optimizer in {folder} is not that of the model beside it",
+            f"the optimizer in {folder} does not belong to the model in the same folder",
             details=first_lines(problems),
-            fix="make the optimizer of all of module.parameters(), in their order",
+            fix="build the optimizer from all of module.parameters(), in their order",
         )
     with open_rank_file(folder, files[0]) as (_, root):
         numbers: dict[str, dict[tuple[str, ...], Any]] = {}
@@ -107,7 +105,7 @@ def read_scheduler(folder: Path) -> dict[str, Any] | None:
         found = root.get("lr_scheduler") if type(root) is dict else None
     if found is not None and (type(found) is not dict or not _is_plain(found)):
         raise InvalidArgument(
-            f"the scheduler in {file} of {folder} has more than plain values",
+            f"the scheduler in {file} of {folder} contains values that are not plain",
             fix="move the files extra_state_* elsewhere to leave it out",
         )
     return found
@@ -118,20 +116,20 @@ def _tensors(names: Sequence[str], root: Any) -> dict[str, Any]:
     state = root.get("state") if type(root) is dict else None
     if type(state) is not dict:
         raise DataLoss(
-            "what a rank has saved of its optimizer is not what optimizer.state_dict() gives",
-            fix="save what optimizer.state_dict() gives, as verl's FSDP engine does",
+            "a rank has saved something other than optimizer.state_dict() as its optimizer",
+            fix="save what optimizer.state_dict() returns, as verl's FSDP engine does",
         )
     found: dict[str, Any] = {}
     for index, of in state.items():
         if type(index) is not int or not 0 <= index < len(names) or type(of) is not dict:
             raise LayoutError(
-                f"the optimizer has state of parameter {shown(str(index))}, and the model {counted(len(names), 'sharded parameter')}",
-                fix="make the optimizer of all of module.parameters(), in their order",
+                f"the optimizer has state of parameter {shown(str(index))}, but the model has {counted(len(names), 'sharded parameter')}",
+                fix="build the optimizer from all of module.parameters(), in their order",
             )
         for key, value in of.items():
             name = f"state.{names[index]}.{key}"
             if type(key) is not str or "." in key:
-                raise DataLoss(f"{shown(name)}: a key of an optimizer's state is to be a text without dots")
+                raise DataLoss(f"{shown(name)}: a key of an optimizer's state must be a string without dots")
             if type(value) is not Instance:
                 if not _is_plain(value):
                     raise InvalidArgument(f"{shown(name)} is neither a tensor nor a plain value")
@@ -150,18 +148,18 @@ def _groups(groups: Any, names: Sequence[str]) -> list[dict[str, Any]]:
     for number, group in enumerate(groups if type(groups) is list else ()):
         members = group.get("params") if type(group) is dict else None
         if type(members) is not list or any(type(each) is not int for each in members):
-            raise DataLoss(f"group {number} of the optimizer does not say which parameters it has")
+            raise DataLoss(f"group {number} of the optimizer does not list its parameters")
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         if not _is_plain(options):
-            raise InvalidArgument(f"group {number} of the optimizer has options that are no plain values")
+            raise InvalidArgument(f"group {number} of the optimizer has options that are not plain values")
         taken += members
         made.append(
             {"params": [names[each] if 0 <= each < len(names) else "" for each in members], **options}
         )
     if sorted(taken) != list(range(len(names))):
         raise LayoutError(
-            f"the optimizer has {counted(len(taken), 'parameter')}, and the model {counted(len(names), 'sharded one')}",
-            fix="make the optimizer of all of module.parameters(), in their order",
+            f"the optimizer has {counted(len(taken), 'parameter')}, but the model has {counted(len(names), 'sharded one')}",
+            fix="build the optimizer from all of module.parameters(), in their order",
         )
     return made
 

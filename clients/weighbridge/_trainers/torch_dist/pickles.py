@@ -79,7 +79,7 @@ class Instance:
             DataLoss: the instance has no state, or its state lacks some of these names.
         """
         if type(self.state) is not dict or any(name not in self.state for name in names):
-            raise DataLoss(f"a {self.kind} has not all of the fields {', '.join(names)}")
+            raise DataLoss(f"a {self.kind} does not have all of the fields {', '.join(names)}")
         return [self.state[name] for name in names]
 
 
@@ -116,7 +116,7 @@ def read_pickle(data: bytes, allowed: Mapping[str, Named] | None, what: str) -> 
     try:
         return _Machine(data, allowed, what).run()
     except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise DataLoss(f"{what} is not a pickle that can be read: {error!r}"[:300]) from error
+        raise DataLoss(f"{what} is not a readable pickle: {error!r}"[:300]) from error
 
 
 class _Machine:
@@ -138,7 +138,7 @@ class _Machine:
             room -= _UNITS.get(op, 0)
             if room < 0:
                 raise DataLoss(
-                    f"{self._what} makes more containers than a pickle of {len(self._data)} bytes has a use for"
+                    f"{self._what} creates more containers than a pickle of {len(self._data)} bytes can need"
                 )
             if op in _VALUES:
                 stack.append(argument)
@@ -150,7 +150,7 @@ class _Machine:
                 _put(memo, argument, stack[-1])
             elif op == "MARK":
                 if len(marks) == _MOST_MARKS:
-                    raise ValueError(f"more than {_MOST_MARKS} containers within each other")
+                    raise ValueError(f"more than {_MOST_MARKS} nested containers")
                 marks.append(stack)
                 stack = []
             elif op in _EMPTY:
@@ -194,7 +194,7 @@ class _Machine:
                 stack.pop()
             elif op == "STOP":
                 if len(stack) != 1 or marks:
-                    raise ValueError("it ends with more or less than one value")
+                    raise ValueError("it does not end with exactly one value")
                 return stack[0]
             elif op not in ("PROTO", "FRAME"):
                 raise ValueError(f"opcode {op}")
@@ -208,14 +208,14 @@ class _Machine:
 
     def _global(self, module: Any, name: Any) -> Named:
         if type(module) is not str or type(name) is not str:
-            raise TypeError("a class whose name is not text")
+            raise TypeError("the name of a class is not a string")
         full = f"{module}.{name}"
         found = Named(full) if self._allowed is None else self._allowed.get(full)
         if found is None:
             full = full.encode("ascii", "backslashreplace").decode()[:200]
             raise DataLoss(
-                f"{self._what} names {full}, which is not part of a checkpoint; nothing of it was run",
-                fix="do not load this file with torch or Megatron: they would run what it names",
+                f"{self._what} names {full}, which is not part of a checkpoint; no code was executed",
+                fix="do not load this file with torch or Megatron: they would execute what it names",
             )
         return found
 
@@ -230,13 +230,13 @@ def _put(memo: list[Any], index: int, value: Any) -> None:
 
 def _name(value: Any) -> str:
     if type(value) is not Named:
-        raise TypeError("something is called that is not a class")
+        raise TypeError("a value is called that is not a class")
     return value.name
 
 
 def _instance(value: Any) -> Instance:
     if type(value) is not Instance:
-        raise TypeError("a state is set on something that has none")
+        raise TypeError("a state is set on a value that has none")
     return value
 
 
@@ -249,7 +249,7 @@ def _add(target: Any, items: list[Any]) -> None:
         for index in range(0, len(items), 2):
             target[_key(items[index])] = items[index + 1]
     else:
-        raise TypeError("items are added to what takes none, or not so many")
+        raise TypeError("items are added to a value that does not accept them")
 
 
 def _key(key: Any) -> Any:
@@ -260,7 +260,7 @@ def _key(key: Any) -> Any:
         return key
     if kind is tuple and all(type(part) is str or _is_small(part) for part in key):
         return key
-    raise TypeError(f"a key that is a {kind.__name__}")
+    raise TypeError(f"a key is a {kind.__name__}")
 
 
 def _is_small(key: Any) -> bool:
@@ -269,7 +269,7 @@ def _is_small(key: Any) -> bool:
 
 def _reduce(name: str, args: Any) -> Any:
     if type(args) is not tuple:
-        raise TypeError("arguments that are not a tuple")
+        raise TypeError("arguments are not a tuple")
     if name == SIZE:
         (extents,) = args
         return tuple(extents) if type(extents) is list else _tuple(extents)
@@ -277,11 +277,11 @@ def _reduce(name: str, args: Any) -> Any:
     if container is None:
         return Instance(name, args)
     if args and args != ([],):
-        raise TypeError(f"a {name} made of something")
+        raise TypeError(f"a {name} is created with arguments")
     return container()
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
     if type(value) is not tuple:
-        raise TypeError("extents that are not a tuple")
+        raise TypeError("extents are not a tuple")
     return value

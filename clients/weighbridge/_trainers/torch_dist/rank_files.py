@@ -105,7 +105,7 @@ def read_files(folder: Path, files: Sequence[str], entries_of: Callable[[Any], A
             sizes[file] = archive.length
             entries = entries_of(root)
             if type(entries) is not dict or any(type(name) is not str for name in entries):
-                raise DataLoss(f"{file} in {folder}: it holds no state dict")
+                raise DataLoss(f"{file} in {folder}: it does not contain a state dict")
             lies: list[tuple[int, int, str]] = []
             for name, value in entries.items():
                 try:
@@ -116,7 +116,7 @@ def read_files(folder: Path, files: Sequence[str], entries_of: Callable[[Any], A
                     spec, pieces = found
                     known = specs.setdefault(name, spec)
                     if known != spec:
-                        raise LayoutError(f"{file} has {spec}, and a file before it {known}")
+                        raise LayoutError(f"{file} has {spec}, and an earlier file has {known}")
                     for piece in pieces:
                         shard = Shard(name, piece.box)
                         place = _placement(shard, spec, piece, archive, file)
@@ -126,7 +126,7 @@ def read_files(folder: Path, files: Sequence[str], entries_of: Callable[[Any], A
                     problems.setdefault(name, f"{shown(name)} in {file}: {error.message}")
             for one, other in _overlapping(lies):
                 problems.setdefault(
-                    other, f"{shown(other)} in {file}: its elements are in part those of {shown(one)}"
+                    other, f"{shown(other)} in {file}: it shares some of its elements with {shown(one)}"
                 )
     if problems:
         raise LayoutError(
@@ -136,7 +136,9 @@ def read_files(folder: Path, files: Sequence[str], entries_of: Callable[[Any], A
         )
     nbytes = sum(spec.nbytes for spec in specs.values())
     if nbytes > _MOST_TIED * most.nbytes:
-        raise DataLoss(f"the tensors of {folder} have {nbytes} bytes, and its files together {most.nbytes}")
+        raise DataLoss(
+            f"the tensors of {folder} have {nbytes} bytes, but its files together have {most.nbytes}"
+        )
     layout = Layout(MappingProxyType(specs), tuple(placed.values()))
     return TorchDistCheckpoint(layout, others, {}, MappingProxyType(sizes))
 
@@ -197,7 +199,7 @@ def is_dtensor(value: Any) -> bool:
 
 def _mapping(root: Any) -> Mapping[str, Any]:
     if type(root) is not dict or any(type(name) is not str for name in root):
-        raise DataLoss("a file of a rank holds no state dict")
+        raise DataLoss("a file of a rank does not contain a state dict")
     return root
 
 
@@ -240,7 +242,7 @@ def files_of(folder: Path, kind: Literal["model", "optim", "extra_state"] = "mod
     missing = [rank for rank in itertools.islice(range(ranks), len(files) + _NAMED) if rank not in files]
     if missing:
         raise NotFound(
-            f"of {counted(ranks, 'rank')}, {folder} has the files of {len(files)}",
+            f"{folder} has the files of {len(files)} of {counted(ranks, 'rank')}",
             details=[f"{kind}_world_size_{ranks}_rank_{rank}.pt is missing" for rank in missing[:_NAMED]],
             fix="copy the files of all ranks into one folder",
         )
@@ -258,15 +260,15 @@ def _tensor(name: str, value: Any, most: _Most) -> tuple[TensorSpec, Sequence[_P
         return _spec(name, whole.dtype, whole.shape), [_Piece(Box.whole(whole.shape), whole, 0)]
     make, kind, made_of, state = _items(value.args, 4)
     if type(make) is not Named or make.name != _WRAPPER or type(kind) is not Named:
-        raise DataLoss("it is a tensor of a class that is not known")
+        raise DataLoss("it is a tensor of an unknown class")
     dtype, shape = _items(made_of, 3)[1:3]
     if type(dtype) is not Named or not are_sizes(shape):
-        raise DataLoss("it does not say of which dtype and shape it is")
+        raise DataLoss("it does not contain its dtype and shape")
     spec = _spec(name, dtype.name.removeprefix("torch."), shape)
     if not spec.nbytes:
         return spec, []
     if spec.nbytes > most.nbytes:
-        raise DataLoss(f"it has {spec.nbytes} bytes, and all files together {most.nbytes}")
+        raise DataLoss(f"it has {spec.nbytes} bytes, but all files together have {most.nbytes}")
     pieces = _of_sharded(state) if kind.name == _SHARDED else _of_dtensor(shape, state, most.ranks)
     return spec, [piece for piece in pieces if piece.box.volume]
 
@@ -299,7 +301,7 @@ def _of_sharded(state: Any) -> Iterator[_Piece]:
         metadata = _fields(fields.get("metadata"))
         offset, extent = (tuple(_list(metadata.get(key))) for key in ("shard_offsets", "shard_sizes"))
         if not (are_sizes(offset) and are_sizes(extent)) or extent != local.shape:
-            raise DataLoss("a shard of it is not of the size that it is said to have")
+            raise DataLoss("a shard of it does not have its declared size")
         yield _Piece(Box(offset, extent), local, 0)
 
 
@@ -314,15 +316,15 @@ def _of_dtensor(shape: tuple[int, ...], state: Any, most: int) -> Iterator[_Piec
     mesh = _fields(spec.get("mesh"))
     coordinate = mesh.get("_coordinate_on_dim")
     if coordinate is None:
-        raise LayoutError("its mesh does not say where this rank is in it")
+        raise LayoutError("its mesh does not contain the position of this rank")
     where = tuple(_list(coordinate))
     extents, placements = _mesh_shape(mesh), _items(spec.get("placements"), 0)
     if not are_sizes(where) or not len(where) == len(extents) == len(placements) <= MAX_RANK:
-        raise DataLoss("its mesh and its placements are of different numbers of axes")
+        raise DataLoss("its mesh and its placements have different numbers of axes")
     for order in _list(spec.get("shard_order") or ()):
         over = _items(getattr(order, "args", None), 2)[1]
         if not are_sizes(over) or list(over) != sorted(over):
-            raise LayoutError("an axis of it is cut over the axes of the mesh in another order than theirs")
+            raise LayoutError("one of its axes is sharded over the axes of the mesh in a different order")
     cuts: list[list[Cut]] = [[] for _ in shape]
     parts = 1
     for placement, ranks, rank in zip(placements, extents, where, strict=True):
@@ -330,7 +332,7 @@ def _of_dtensor(shape: tuple[int, ...], state: Any, most: int) -> Iterator[_Piec
         if kind == "Replicate":
             continue
         if kind not in ("Shard", "_StridedShard"):
-            raise LayoutError(f"it is placed as {kind or 'nothing known'}: its parts have not been added up")
+            raise LayoutError(f"its placement is {kind or 'unknown'}: its parts have not been summed")
         says = _fields(placement)
         axis, pieces = says.get("dim", -1), says.get("split_factor", 1)
         if (
@@ -338,19 +340,17 @@ def _of_dtensor(shape: tuple[int, ...], state: Any, most: int) -> Iterator[_Piec
             or axis >= len(shape)
             or not (rank < ranks <= most and 0 < pieces <= most)
         ):
-            raise DataLoss("a placement of it is not one")
+            raise DataLoss("one of its placements is invalid")
         parts *= pieces
         if parts > most**2:  # each part belongs to the ranks on other axes of the mesh
-            raise DataLoss("its placements cut it into more parts than there are ranks for")
+            raise DataLoss("its placements split it into more parts than its ranks can have")
         cuts[axis].append(Cut(ranks, rank, pieces))
     runs = [runs_after(length, tuple(each)) for length, each in zip(shape, cuts, strict=True)]
     extent = tuple(sum(stop - start for start, stop in of_axis) for of_axis in runs)
     if extent != local.shape:
         raise DataLoss(f"its local tensor is {list(local.shape)}, and by its placements it is {list(extent)}")
     if any(len(of_axis) > 1 for of_axis in runs[1:]):
-        raise LayoutError(
-            "what a rank has of it lies apart in the whole tensor, along another axis than the first"
-        )
+        raise LayoutError("a rank's part of it is not contiguous, along another axis than the first")
     row = math.prod(extent[1:])
     for box, where in boxes_of(runs):
         yield _Piece(box, local, where[0].start * row if where else 0)
@@ -372,7 +372,7 @@ def _mesh_shape(mesh: Mapping[Any, Any]) -> tuple[int, ...]:
         shape = tuple(_fields(axis).get("shape") for axis in _items(axes, 0))
     extents = tuple(math.prod(each) if are_sizes(each) and len(each) <= MAX_RANK else each for each in shape)
     if not are_sizes(extents):
-        raise DataLoss("its mesh does not say how many ranks are on each axis")
+        raise DataLoss("its mesh does not contain the number of ranks on each axis")
     return extents
 
 
@@ -381,13 +381,13 @@ def _mesh_shape(mesh: Mapping[Any, Any]) -> tuple[int, ...]:
 
 def _items(value: Any, least: int) -> tuple[Any, ...]:
     if type(value) is not tuple or len(value) < least:
-        raise DataLoss("its pickle has something else where values should be")
+        raise DataLoss("its pickle contains another value where a tuple is expected")
     return value
 
 
 def _list(value: Any) -> Sequence[Any]:
     if type(value) not in (list, tuple):
-        raise DataLoss("its pickle has something else where a list should be")
+        raise DataLoss("its pickle contains another value where a list is expected")
     found: Sequence[Any] = value
     return found
 
@@ -395,7 +395,7 @@ def _list(value: Any) -> Sequence[Any]:
 def _fields(value: Any) -> Mapping[Any, Any]:
     """Return the attributes of an instance."""
     if type(value) is not Instance:
-        raise DataLoss("its pickle has something else where an object should be")
+        raise DataLoss("its pickle contains another value where an object is expected")
     return _fields_of(value.state)
 
 
@@ -404,5 +404,5 @@ def _fields_of(state: Any) -> Mapping[Any, Any]:
     if type(state) is tuple and len(state) == 2:
         state = state[1]
     if type(state) is not dict:
-        raise DataLoss("its pickle has something else where attributes should be")
+        raise DataLoss("its pickle contains another value where attributes are expected")
     return state

@@ -75,4 +75,4 @@ class _Taken:
     def end(self) -> None:
         """Raise DataLoss if the stream is not at its end."""
         if self._left or next(self._pieces, None) is not None:
-            raise DataLoss("the stream of tensors goes on behind the last shard")
+            raise DataLoss("the stream of tensors continues after the last shard")

@@ -85,21 +85,21 @@ class Subclass(torch.Tensor):
 
 
 def test_tensors_of_subclasses_are_refused_by_the_name_of_their_entry() -> None:
-    with pytest.raises(InvalidArgument, match=r"ema\[0\] is a Subclass, which is no plain tensor"):
+    with pytest.raises(InvalidArgument, match=r"ema\[0\] is a Subclass, which is not a plain tensor"):
         blobs.encode({"ema": [torch.ones(2).as_subclass(Subclass)]})
 
 
 @pytest.mark.parametrize("data", [b"", b"no archive", bytes(range(256)) * 8])
 def test_bytes_that_are_no_blob_are_told_by_name(data: bytes) -> None:
     blob = torch.tensor(list(data), dtype=torch.uint8)
-    with pytest.raises(DataLoss, match=r"rank_state\.00003 is nothing that torch\.load"):
+    with pytest.raises(DataLoss, match=r"rank_state\.00003 is not a file that torch\.load"):
         blobs.decode(blob, "rank_state.00003")
 
 
 def test_a_blob_that_would_run_code_is_not_loaded() -> None:
     written = io.BytesIO()
     torch.save({"state": dt.date(2026, 1, 1)}, written)
-    with pytest.raises(DataLoss, match=r"is nothing that torch\.load\(weights_only=True\) reads"):
+    with pytest.raises(DataLoss, match=r"is not a file that torch\.load\(weights_only=True\) can read"):
         blobs.decode(torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8), "blob")
 
 
@@ -134,7 +134,7 @@ def test_a_blob_without_values_by_name_is_refused_by_the_part_that_has_none(
 ) -> None:
     with pytest.raises(DataLoss) as error:
         read_blob(blobs.encode({"format": 1, **parts}), "rank_state.00000")
-    assert error.value.message == f"{told}, and no values by name"
+    assert error.value.message == f"{told}, not values by name"
 
 
 def test_a_blob_of_a_later_format_is_refused() -> None:

@@ -230,15 +230,15 @@ def _numbered() -> dict[str, Any]:
 
 
 UNRESTORABLE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "by numbers": (_numbered, "numbers its parameters"),
+    "by numbers": (_numbered, "its parameters by number"),
     "by numbers, without state": (
         lambda: {"model": _Net().state_dict(), "optimizer": torch.optim.SGD(_Net().parameters()).state_dict()},
-        "numbers its parameters",
+        "its parameters by number",
     ),
     "an optimizer alone": (lambda: {"optimizer": STATE["optimizer"]}, "no module under 'model'"),
     "a module at the top": (lambda: {"w": torch.ones(2)}, "no module under 'model'"),
     "an optimizer of others": (
-        lambda: {"model": {"other": torch.ones(2)}, "optimizer": STATE["optimizer"]}, "state of other parameters",
+        lambda: {"model": {"other": torch.ones(2)}, "optimizer": STATE["optimizer"]}, "state of parameters that are not in the module",
     ),
     "an optimizer elsewhere": (
         lambda: {"model": STATE["model"], "optim": STATE["optimizer"]}, "an optimizer under 'optim'",
@@ -266,7 +266,7 @@ def test_a_distributed_optimizer_that_is_kept_by_buffers_is_refused(tmp_path: Pa
     folder = tmp_path / "iter_0000002"
     dcp.save(entries, checkpoint_id=folder, no_dist=True)
     (folder / "metadata.json").write_text("{}")
-    with pytest.raises(InvalidArgument, match="kept by the buffers of the ranks") as refused:
+    with pytest.raises(InvalidArgument, match="stored by the buffers of the ranks") as refused:
         CheckpointFolder.read(folder)
     assert "--dist-ckpt-optim-fully-reshardable" in refused.value.fix
 
@@ -274,7 +274,7 @@ def test_a_distributed_optimizer_that_is_kept_by_buffers_is_refused(tmp_path: Pa
 def test_an_optimizer_of_megatron_alone_is_refused(tmp_path: Path) -> None:
     dcp.save({"optimizer.state.exp_avg.w": torch.ones(2)}, checkpoint_id=tmp_path / "saved", no_dist=True)
     (tmp_path / "saved/metadata.json").write_text("{}")
-    with pytest.raises(InvalidArgument, match="no weights of a model"):
+    with pytest.raises(InvalidArgument, match="does not contain the weights of a model"):
         CheckpointFolder.read(tmp_path / "saved")
 
 

@@ -80,5 +80,5 @@ def test_a_folder_of_transformers_trainer_says_its_step(tmp_path: Path) -> None:
 
 def test_no_step_is_not_step_0(tmp_path: Path) -> None:
     assert known_step(0, tmp_path) == 0
-    with pytest.raises(InvalidArgument, match="which step"):
+    with pytest.raises(InvalidArgument, match="contains its step"):
         known_step(None, tmp_path)

@@ -167,12 +167,12 @@ def test_a_name_that_means_the_module_is_refused_for_torch() -> None:
     ("changed", "told"),
     [
         ({"objects": None}, "objects of checkpoint of .* holds a NoneType"),
-        ({"objects": {"a": 3}}, "a of checkpoint of .* is a int, and no tensor of bytes"),
-        ({"objects": {"a": torch.ones(2)}}, "a of checkpoint of .* is a Tensor, and no tensor of bytes"),
+        ({"objects": {"a": 3}}, "a of checkpoint of .* is a int, not a tensor of bytes"),
+        ({"objects": {"a": torch.ones(2)}}, "a of checkpoint of .* is a Tensor, not a tensor of bytes"),
         ({"paths": []}, "paths of checkpoint of .* holds a list"),
         ({"paths": {"a": "scheduler"}}, "the path of a of checkpoint of .* is a str"),
         ({"common": "text"}, "common of checkpoint of .* is a str"),
-        ({"format": "zip"}, "has format 'zip', and not one of torch_dist, dcp"),
+        ({"format": "zip"}, "has format 'zip', which is not one of torch_dist, dcp"),
         ({"format": []}, r"has format \[\]"),
     ],
 )

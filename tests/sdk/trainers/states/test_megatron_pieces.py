@@ -68,5 +68,5 @@ def test_a_factory_that_mixes_elements_is_refused() -> None:
         return ShardedTensor.from_rank_offsets(key, data[[0, 2, 1, 3, 4, 5, 6, 7]], replica_id=replica_id)
 
     factory = ShardedTensorFactory("fc1", PARAMETER, mixed, torch.cat, (0, 0, 0))
-    with pytest.raises(LayoutError, match="factory of fc1 does more than to place"):
+    with pytest.raises(LayoutError, match="factory of fc1 does more than place"):
         pieces_of(_entry(factory))

@@ -236,12 +236,12 @@ def test_mistakes_are_named_and_leave_optimizers_as_they_were() -> None:
         "no step, plain": "FailedPrecondition: the Float16Optimizer.* has no state yet .*after its first step",
         "another model, distributed": "LayoutError: 15 parameters of the Distr.*not in the sharded state dict.*all its chunks",
         "another model, plain": "LayoutError: 15 parameters of the Float16Opt.*not in the sharded state dict.*all its chunks",
-        "torch's": "InvalidArgument: optimizer= is a torch.optim.adam.Adam, and none of Megatron-core's.*get_megatron_optimizer",
-        "deeper filled": r"LayoutError: tests/tiny:training@1 is the training state of another model.*has shape \[4, .*\[2, ",
-        "plain filled": "LayoutError: the optimizer is a Float16Opt.*the state of a DistributedOptimizer of AdamW.*settings",
+        "torch's": "InvalidArgument: optimizer= is a torch.optim.adam.Adam, not an optimizer of Megatron-core.*get_megatron_optimizer",
+        "deeper filled": r"LayoutError: tests/tiny:training@1 is the training state of a different model.*has shape \[4, .*\[2, ",
+        "plain filled": "LayoutError: the optimizer is a Float16Opt.*state is that of a DistributedOptimizer of AdamW.*settings",
         "fresh filled": "LayoutError: .*exp_avg_sq.*are not stored",
-        "pushed without": "LayoutError: the optimizer is a Distr.*is the state of none.*leave optimizer= out",
-        "pushed of torch": "LayoutError: .*was not pushed of a Megatron-core model.*restore_state_dict",
+        "pushed without": "LayoutError: the optimizer is a Distr.*no state of an optimizer was pushed.*leave optimizer= out",
+        "pushed of torch": "LayoutError: .*was not pushed from a Megatron-core model.*restore_state_dict",
     }
     assert said.keys() == expected.keys()
     for name, pattern in expected.items():

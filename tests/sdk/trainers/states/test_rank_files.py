@@ -173,7 +173,7 @@ def test_what_is_no_optimizer_of_this_module_is_refused_by_name(
 
     with pytest.raises(InvalidArgument, match=r"state.embedding.weight.exp_avg. is a plain tensor"):
         CheckpointFolder.read(_rewritten(folder, tmp_path / "plain", "optim", plain))
-    with pytest.raises(LayoutError, match=r"has state of parameter .17., and the model 6"):
+    with pytest.raises(LayoutError, match=r"has state of parameter .17., but the model has 6"):
         CheckpointFolder.read(_rewritten(folder, tmp_path / "another", "optim", another))
     with pytest.raises(LayoutError, match="cannot be read"):
         CheckpointFolder.read(_rewritten(folder, tmp_path / "swapped", "optim", swapped))
@@ -200,7 +200,7 @@ def test_tensors_that_lie_partly_in_each_other_and_too_many_of_one_memory_are_re
     torch.save({"one": held[:600], "other": held[500:700]}, path)
     with pytest.raises(LayoutError) as error:
         CheckpointFolder.read(tmp_path)
-    assert error.value.details == (f"'other' in {path.name}: its elements are in part those of 'one'",)
+    assert error.value.details == (f"'other' in {path.name}: it shares some of its elements with 'one'",)
     torch.save({f"name{number}": held for number in range(9)}, path)
-    with pytest.raises(DataLoss, match="and its files together"):
+    with pytest.raises(DataLoss, match="but its files together"):
         CheckpointFolder.read(tmp_path)

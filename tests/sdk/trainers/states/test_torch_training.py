@@ -278,7 +278,7 @@ def test_the_state_of_another_model_is_refused_with_all_that_differs_and_changes
     before = {key: value.clone() for key, value in other.state_dict().items()}
     with pytest.raises(LayoutError) as error:
         whole.fill(torch_fit(other, filled))
-    assert "tests/m:training@1 is the training state of another model or optimizer" in error.value.message
+    assert "tests/m:training@1 is the training state of a different model or optimizer" in error.value.message
     told = "\n".join(error.value.details)
     for line in (
         "model.layers.0.weight F32[5, 6] of the module is F32[6, 6] in the version",
@@ -404,7 +404,7 @@ def test_options_of_a_later_torch_and_of_schedulers_do_not_make_an_optimizer_ano
 def test_a_state_without_an_optimizer_is_told_from_one_with_it() -> None:
     module, other = Net(1), Net(2)
     whole = pushed(module, None)
-    with pytest.raises(LayoutError, match="has no optimizer's state"):
+    with pytest.raises(LayoutError, match="has no optimizer state"):
         whole.fill(torch_fit(other, OPTIMIZERS["adamw"](other)))
     whole.fill(torch_fit(other, None))
     assert all(
@@ -421,9 +421,9 @@ def test_a_dtype_that_differs_is_not_cast() -> None:
 
 def test_what_is_no_module_or_optimizer_is_refused_by_its_type() -> None:
     module = Net(1)
-    with pytest.raises(InvalidArgument, match="a OrderedDict has no optimizer's state"):
+    with pytest.raises(InvalidArgument, match="a OrderedDict has no optimizer state"):
         training_tensors(module.state_dict(), None)
-    with pytest.raises(InvalidArgument, match="a Net is no optimizer of torch"):
+    with pytest.raises(InvalidArgument, match="a Net is not an optimizer of torch"):
         training_tensors(module, module)
 
 
@@ -473,7 +473,7 @@ def test_what_would_not_come_back_of_an_optimizers_state_is_refused_by_name(
     module = Net(1)
     optimizer = OPTIMIZERS["sgd"](module)
     optimizer.state[module.scale][key] = value
-    with pytest.raises(LayoutError, match="cannot be kept, for 1 entry") as error:
+    with pytest.raises(LayoutError, match="1 entry of the training state cannot be stored") as error:
         training_tensors(module, optimizer)
     assert [line.partition(":")[0] for line in error.value.details] == [f"optimizer.state.{named}"]
 

@@ -156,9 +156,9 @@ def _named(found: TorchDistCheckpoint) -> TorchDistCheckpoint:
     taken = found.layout.tensors.keys() - without_blobs(found.layout.tensors).keys()
     if taken:
         raise LayoutError(
-            f"{counted(len(taken), 'tensor has a name', 'tensors have names')} that values of ranks have in training states",
+            f"{counted(len(taken), 'tensor has a name', 'tensors have names')} that training states reserve for values of ranks",
             details=first_lines(sorted(taken)),
-            fix="save what is each rank's own under another name than rank_state",
+            fix="save each rank's own values under a name other than rank_state",
         )
     names = {name: _CHAINED.sub("", name) for name in found.layout.tensors}
     twice = [name for name, count in Counter(names.values()).items() if count > 1]
@@ -186,12 +186,12 @@ def _check_whole(layout: Layout) -> None:
         overlap = first_overlap(boxes)
         missing = next(gaps(Box.whole(spec.shape), boxes), None) if spec.nbytes else None
         if overlap is not None:
-            problems.append(f"{spec} {overlap[2]} is there twice")
+            problems.append(f"{spec} {overlap[2]} is stored twice")
         elif missing is not None:
             problems.append(f"{spec} {missing} is missing")
     if problems:
         raise LayoutError(
-            f"the checkpoint does not hold every part of its tensors once, of {counted(len(problems), 'tensor')}",
+            f"the checkpoint does not contain every part of {counted(len(problems), 'tensor')} exactly once",
             details=first_lines(problems),
-            fix="take one that was saved whole: .metadata is written when all ranks have written their files",
+            fix="use a checkpoint that was saved completely: .metadata is written after all ranks have written their files",
         )

@@ -61,8 +61,8 @@ def known_step(step: int | None, folder: str | Path) -> int:
     """Return the step of a checkpoint. Raises InvalidArgument if it is None, because training resumes from the step of a checkpoint."""
     if step is None:
         raise InvalidArgument(
-            f"neither the checkpoint nor the name of its folder, {folder}, says which step it is of",
-            fix="say it: --step N (step=N); 0 is for weights before training",
+            f"neither the checkpoint nor the name of its folder, {folder}, contains its step",
+            fix="give the step: --step N (step=N); 0 is for weights before training",
         )
     return step
 
@@ -81,7 +81,7 @@ def _in_checkpoint(folder: Path, checkpoint: TorchDistCheckpoint) -> int | None:
         [content] = read_objects(folder, {STEP_ENTRY: checkpoint.others[STEP_ENTRY]}, _MOST_BYTES).values()
         step = _as_step(blobs.load(content, STEP_ENTRY))
         if step is None:
-            raise DataLoss(f"{STEP_ENTRY} is no step")
+            raise DataLoss(f"{STEP_ENTRY} is not a step")
         return step
     return next((step for step in _candidates(folder, checkpoint) if step is not None), None)
 

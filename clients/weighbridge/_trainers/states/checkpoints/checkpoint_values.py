@@ -73,7 +73,7 @@ class CheckpointValues:
             return _of_megatron(ranks, names, step)
         if torch_entries.MODEL in first.trainer:
             return _of_torch(ranks, names)._of_step(step)
-        raise DataLoss("the values of the training state are of a trainer that this client does not know")
+        raise DataLoss("the values of the training state come from a trainer that this client does not know")
 
     def _of_step(self, step: int) -> CheckpointValues:
         return replace(self, objects={**self.objects, STEP_ENTRY: saved(step)})
@@ -120,11 +120,13 @@ def _read(checkpoint: Any, name: str) -> CheckpointValues:
     paths = blobs.by_name(found.get("paths"), f"paths of {where}")
     for key, path in paths.items():
         if not is_path(path):
-            raise DataLoss(f"the path of {key} of {where} is a {type(path).__name__}, and no tuple of keys")
+            raise DataLoss(f"the path of {key} of {where} is a {type(path).__name__}, not a tuple of keys")
     kind: Any = found.get("format")
     common = found.get("common")
     if kind not in get_args(CheckpointFormat):
-        raise DataLoss(f"{where} has format {kind!r}, and not one of {', '.join(get_args(CheckpointFormat))}")
+        raise DataLoss(
+            f"{where} has format {kind!r}, which is not one of {', '.join(get_args(CheckpointFormat))}"
+        )
     return CheckpointValues(
         kind, objects, paths, None if common is None else _bytes(common, f"common of {where}")
     )
@@ -206,7 +208,7 @@ def _common_of(found: CheckpointValues, name: str) -> dict[str, Any]:
     if isinstance(common, list) and len(common) == 1:  # as objects are
         common = common[0]
     if not isinstance(common, dict):
-        raise DataLoss(f"the common state of {name} holds a {type(common).__name__}, and no values by name")
+        raise DataLoss(f"the common state of {name} contains a {type(common).__name__}, not values by name")
     return common
 
 
@@ -256,5 +258,5 @@ def _bytes(content: Any, name: str) -> bytes:
     import torch
 
     if not isinstance(content, torch.Tensor) or content.dtype != torch.uint8:
-        raise DataLoss(f"{name} is a {type(content).__name__}, and no tensor of bytes")
+        raise DataLoss(f"{name} is a {type(content).__name__}, not a tensor of bytes")
     return content.numpy().tobytes()

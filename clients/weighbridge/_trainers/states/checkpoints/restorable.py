@@ -47,15 +47,15 @@ def check_megatron(names: Collection[str]) -> None:
     buffers = [name for name in names if _BY_BUFFERS.match(name)]
     if buffers:
         raise InvalidArgument(
-            f"the distributed optimizer is kept by the buffers of the ranks that saved it, in {counted(len(buffers), 'entry', 'entries')}, "
-            "and fits no others",
+            f"the distributed optimizer is stored by the buffers of the ranks that saved it, in {counted(len(buffers), 'entry', 'entries')}, "
+            "and does not fit other ranks",
             details=first_lines(buffers),
             fix="save it as fully_reshardable: --dist-ckpt-optim-fully-reshardable of Megatron-LM; or push the state from the ranks, "
-            "which takes it as it is: trainer.push(..., optimizer=optimizer)",
+            "which accepts this form: trainer.push(..., optimizer=optimizer)",
         )
     if all(_NO_WEIGHTS.match(name) for name in names):
         raise InvalidArgument(
-            "the checkpoint has no weights of a model",
+            "the checkpoint does not contain the weights of a model",
             details=first_lines(sorted(names)),
             fix="save the model with its optimizer, in one checkpoint",
         )
@@ -97,7 +97,7 @@ class TorchEntries:
         names = {name: _renamed(name, own) for name in (*tensors, *others)}
         if len(set(names.values())) < len(names):
             raise LayoutError(
-                "the optimizer has state of several parameters that are one without the names of wrappers"
+                "the optimizer has state of several parameters whose names are the same without those of wrappers"
             )
         members = (
             name
@@ -122,13 +122,13 @@ class TorchEntries:
         """
         if not self.parameters:
             raise InvalidArgument(
-                "the checkpoint has no module under 'model', so no trainer could be filled from it",
+                "the checkpoint has no module under 'model', so it cannot be restored into a trainer",
                 details=list(self.tensors[:3]),
                 fix=_SAVE_BOTH,
             )
         if self.misplaced:
             raise InvalidArgument(
-                f"there is an optimizer under {' and '.join(map(repr, self.misplaced))}: a restore finds one under 'optimizer'",
+                f"the checkpoint has an optimizer under {' and '.join(map(repr, self.misplaced))}, but a restore reads it from 'optimizer'",
                 fix=_SAVE_BOTH,
             )
         states = [name for name in self.tensors if name.startswith(_STATE)]
@@ -145,13 +145,13 @@ class TorchEntries:
         ]
         if numbered:
             raise InvalidArgument(
-                "the optimizer numbers its parameters, and nothing says which they are: it is what optimizer.state_dict() gives",
+                "the optimizer refers to its parameters by number, as optimizer.state_dict() does, and the checkpoint does not contain their names",
                 details=numbered[:3],
                 fix=_SAVE_BOTH,
             )
         if states and all(_parameter(name, _STATE, self.parameters) is None for name in states):
             raise InvalidArgument(
-                "the optimizer has state of other parameters than those of the module",
+                "the optimizer has state of parameters that are not in the module",
                 details=states[:3]
                 + [f"the module has {name}" for name in list(self.parameters.values())[:3]],
                 fix=_SAVE_BOTH,
