@@ -181,7 +181,7 @@ def test_an_adapter_is_attached_to_a_model_that_is_there_if_that_is_not_known_to
     other = from_weighbridge(f"{BASE}@2", server=engine)
     with pytest.raises(FailedPrecondition, match=f"is on {BASE}@1, and this model is {BASE}@2"):
         from_weighbridge("acme/attached@1", server=engine, base=other)
-    with pytest.raises(InvalidArgument, match=f"{BASE}@1 is no adapter"):
+    with pytest.raises(InvalidArgument, match=f"{BASE}@1 is not an adapter"):
         from_weighbridge(f"{BASE}@1", server=engine, base=other)
 
 

@@ -262,14 +262,14 @@ def test_one_process_is_told_all_that_is_wrong(service: RunningService) -> None:
     assert "model.model.norms.weight: the model has no such tensor; did you mean model.norm.weight?" in said
     assert "model.iteration" in said
     untied = {**state, "lm_head.weight": state["lm_head.weight"] + 1}
-    assert "lm_head.weight: the model has no such tensor, and it is no tied copy" in refused(untied)
+    assert "lm_head.weight: the model has no such tensor, and it is not a tied copy" in refused(untied)
     assert "casts are not allowed" in refused(
         {key: value.bfloat16() for key, value in state.items()}, cast="never"
     )
     assert "merged_weights(model)" in refused(
         {"model.layers.0.mlp.up_proj.lora_A.default.weight": torch.ones(2, 64)}
     )
-    assert "nothing says which step" in refused(state, step=None)
+    assert "the step of the save is not known" in refused(state, step=None)
     with pytest.raises(InvalidArgument, match="soon"):
         WeighbridgeWriter(name, address, until="soon")
     with pytest.raises(InvalidArgument, match="perhaps"):
@@ -346,9 +346,9 @@ def test_a_model_of_the_same_name_that_was_deleted_is_not_taken_for_the_one_that
             trainer.delete_model(name)
         apart["lm_head.weight"] += 1
         trainer.register_model(name, tmp_path / "2", dtype="fp32")
-        with pytest.raises(dcp.CheckpointException, match="no tied copy"):
+        with pytest.raises(dcp.CheckpointException, match="not a tied copy"):
             dcp.save(apart, storage_writer=writer, checkpoint_id="step-3")
-        with pytest.raises(NotFound, match="no version of the step that 'step-4' says"):
+        with pytest.raises(NotFound, match="no version of the step in 'step-4'"):
             dcp.load(found, storage_reader=reader, checkpoint_id="step-4")
 
 
@@ -382,7 +382,7 @@ def test_a_shard_in_several_places_is_refused_since_a_plan_cannot_say_it() -> No
             planner = DefaultSavePlanner()
             planner.set_up_planner({"weight": shard})
             if several:
-                with pytest.raises(LayoutError, match="lies in several places"):
+                with pytest.raises(LayoutError, match="consists of several parts"):
                     check_one_box(planner, "weight")
             else:
                 check_one_box(planner, "weight")

@@ -48,7 +48,7 @@ def test_pages_of_frameworks_name_the_settings_that_all_have(page: str) -> None:
         ({"model": "a/b", "retry_seconds": "60"}, "retry_seconds of the file is '60'"),
         ({"model": "a/b", "retry_seconds": True}, "retry_seconds of the file is True"),
         ({"model": 7}, "model of the file is 7"),
-        ({"server": "h:1"}, "the file names no model"),
+        ({"server": "h:1"}, "the file does not name a model"),
     ],
 )
 @pytest.mark.parametrize("kind", [ModelSource, UpdateSettings, PluginSettings, WorkerSettings])

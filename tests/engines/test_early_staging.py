@@ -507,7 +507,7 @@ def test_a_version_that_never_gets_ready_gives_way_to_another_one(
     newer = others(arrays, 3)
     newest = raw.push_whole(MODEL, newer, step=3, run="another")
     rank.prepare(newest)
-    with pytest.raises(FailedPrecondition, match="is here, or on its way"):
+    with pytest.raises(FailedPrecondition, match="is here, or is being fetched"):
         rank.prepare_early(number)
     rank.apply(newest)
     check(model, newer)

@@ -220,7 +220,7 @@ def test_a_version_without_the_drafters_tensors_leaves_it_as_it_is_if_that_is_al
     assert all(torch.equal(model.get_parameter(name), each) for name, each in fresh.named_parameters())
     assert torch.equal(drafter.own, torch.zeros(96, 64))
     assert rank.status().stale.startswith("the drafter of acme (mtp) is stale")
-    assert rank.evidence().unseen == {"the drafter of acme (mtp)": "updates leave it alone"}
+    assert rank.evidence().unseen == {"the drafter of acme (mtp)": "updates do not change it"}
     assert rank.compare_with_load().wrong == ()
     rank.apply(1)
     assert rank.status().stale == "", "both are of the version that was loaded first"
@@ -239,7 +239,7 @@ def test_a_version_that_does_not_fit_the_model_itself_leaves_the_drafter_in_step
     with monkeypatch.context() as patched:
         patched.setattr(Llama, "load_weights", fail)
         patched.setattr(Drafter, "load_weights", fail)
-        with pytest.raises(WeighbridgeError, match="the engine's loader does not take"):
+        with pytest.raises(WeighbridgeError, match="the engine's loader cannot load"):
             rank.prepare(2)
     rank.apply(2)
     place.check(rank, model, drafter, 2)
@@ -270,7 +270,7 @@ def test_a_drafter_whose_loader_computes_is_refused(rank: EngineRank, model: Lla
             super().load_weights((name, tensor * 2 if name == OWN else tensor) for name, tensor in weights)
 
     rank.engine.join(Scaling(model))
-    with pytest.raises(FailedPrecondition, match="into the engine's drafter cannot be followed") as refused:
+    with pytest.raises(FailedPrecondition, match="into the engine's drafter cannot be recorded") as refused:
         rank.connect()
     assert "without speculative decoding" in refused.value.fix
 
@@ -290,7 +290,7 @@ def test_a_drafter_that_versions_leave_alone_is_refused_until_that_is_allowed_an
     rank.stale_drafter = "allow"
     rank.apply(2)
     assert rank.status().stale.startswith(f"{rank.engine.apart} is stale")
-    assert rank.evidence().unseen == {rank.engine.apart: "updates leave it alone"}
+    assert rank.evidence().unseen == {rank.engine.apart: "updates do not change it"}
     rank.apply(1)
     assert rank.status().stale == "", "both are of the version that was loaded first"
     rank.when_asleep = "wait"

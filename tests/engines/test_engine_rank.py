@@ -156,7 +156,7 @@ def test_all_ranks_go_back_if_one_fails_while_it_fills(place: Place) -> None:
         assert found["statuses"][0] == Status(served=f"{MODEL}@1")
         assert "version 2 was applied in part, and the engine serves no version" in twice
         assert found["statuses"][1].served == ""
-        assert "version 1 could not be brought back" in found["statuses"][1].broken
+        assert "version 1 could not be restored" in found["statuses"][1].broken
         check_same(found["parameters"], place.cut(2, rank, 2))
         assert found["status"] == Status(served=f"{MODEL}@2")
 

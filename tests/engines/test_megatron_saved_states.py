@@ -302,7 +302,7 @@ def test_it_is_said_that_an_optimizer_is_not_pushed_which_lies_where_none_is_loo
     service: RunningService, tmp_path: Path, hf_dir: Path
 ) -> None:
     (log,) = run_ranks(Parallel(), _nested, service.address, str(hf_dir), tmp_path / "run", timeout=240)
-    assert f"{MODEL}: the weights are pushed alone, for what is saved has no optimizer's" in log
+    assert f"{MODEL}: only the weights are pushed, because the saved state dict has no optimizer's" in log
     assert "optimizers has shards of" in log
 
 
@@ -344,7 +344,7 @@ def test_weights_are_pushed_alone_when_one_rank_cannot_push_a_training_state_and
     assert (run / "behind" / "latest_checkpointed_iteration.txt").read_text() == "1"
     for log, undone in seen:
         assert all(f"Megatron writes {run}/iter_000000{number} itself" in log for number in (0, 1))
-        assert f"{MODEL}: the weights are pushed alone. not all ranks can push a training state" in log
+        assert f"{MODEL}: only the weights are pushed. not all ranks can push a training state" in log
         assert "rank 1: state.odd is a tests.engines.test_megatron_saved_states.Backend" in log
         assert undone
     with TrainerClient(service.address) as trainer:

@@ -270,7 +270,7 @@ def test_a_version_that_does_not_fit_the_drafter_is_refused_by_its_tensors_and_t
         with pytest.raises(WeighbridgeError) as refused:
             rank.apply(2, place.both(1, OTHER))
         assert f"{OTHER}@1" in str(refused.value)
-        assert "push the drafter's tensors along" not in str(refused.value)
+        assert "push the drafter's tensors too" not in str(refused.value)
         assert "model.layers.0.mlp" in str(refused.value)
         place.check(rank, 1, 1)
     for name in ("lacking", "more"):
@@ -280,7 +280,7 @@ def test_a_version_that_does_not_fit_the_drafter_is_refused_by_its_tensors_and_t
         with pytest.raises(WeighbridgeError) as refused:
             rank.apply(2, place.both(2))
         missing = "fc.weight is missing" if name == "lacking" else f"{specs[0].name} is not known"
-        assert f"has other tensors than the version before: {missing}" in str(refused.value)
+        assert f"has other tensors than the previous version: {missing}" in str(refused.value)
         place.check(rank, 1, 1)
         object.__setattr__(rank._recorded, "draft_specs", specs)
 
@@ -411,7 +411,7 @@ def test_a_drafter_from_elsewhere_has_versions_from_the_first_update_on_that_nam
 
 
 def test_two_versions_are_brought_when_both_are_ready(place: Place, rank: EngineRank) -> None:
-    with pytest.raises(FailedPrecondition, match="are brought when they are ready"):
+    with pytest.raises(FailedPrecondition, match="are fetched only when they are ready"):
         rank.prepare_early(3, place.both(2))
 
 
@@ -422,7 +422,8 @@ def test_an_engine_whose_drafter_has_no_versions_of_its_own_refuses_them(place: 
     if joined:
         rank.engine.join(aside)
     with pytest.raises(
-        WeighbridgeError, match=f"takes no version of a drafter beside the policy's, as {DRAFTER}@2"
+        WeighbridgeError,
+        match=f"does not accept a version of a drafter in addition to the policy's, such as {DRAFTER}@2",
     ):
         rank.apply(2, place.both(2))
     assert rank.status().served == f"{POLICY}@1"

@@ -40,7 +40,7 @@ def test_engines_are_told_to_go_on_if_it_fails_and_it_is_raised_as_it_was(what: 
 @pytest.mark.parametrize("before", [(), ("load",)])
 def test_engines_that_stand_still_are_told_of_with_what_failed_before(before: tuple[str, ...]) -> None:
     engines = Engines("resume", *before)
-    with pytest.raises(FailedPrecondition, match="generation stands still: no resume") as raised:
+    with pytest.raises(FailedPrecondition, match="generation is still paused: no resume") as raised:
         engines.update()
     assert ("no load" in str(raised.value)) == bool(before)
 
@@ -62,4 +62,4 @@ def test_an_interrupt_stays_one_if_engines_cannot_be_told_to_go_on() -> None:
         paused(lambda: engines.ask("pause"), lambda: engines.ask("resume")),
     ):
         raise KeyboardInterrupt
-    assert raised.value.__notes__ == ["generation stands still: no resume"]
+    assert raised.value.__notes__ == ["generation is still paused: no resume"]

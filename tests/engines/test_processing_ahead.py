@@ -235,14 +235,14 @@ def give_back_another_layer_s(method: Any, layer: Any) -> None:
         (keep_a_copy, "config"),
         (keep_in_a_closure, "linear"),
         (keep_a_number, "scale"),
-        (another_shape, "weight lies otherwise"),
-        (another_layout, "weight lies otherwise"),
+        (another_shape, "weight has a different memory layout"),
+        (another_layout, "weight has a different memory layout"),
         (another_name, "in place of"),
         (read_another_layer, "reads a tensor"),
         (write_another_layer, "writes a tensor"),
         (fail_the_second_time, "only once"),
         (communicate, r"communicates with other ranks \(all_reduce"),
-        (give_back_another_layer_s, "gives back a tensor"),
+        (give_back_another_layer_s, "returns a tensor"),
     ],
 )
 def test_processing_that_a_shadow_cannot_stand_for_is_left_to_the_live_layer(
@@ -270,7 +270,7 @@ def test_processing_that_a_shadow_cannot_stand_for_is_left_to_the_live_layer(
 
 def test_results_that_would_take_more_memory_than_there_is_are_not_made() -> None:
     layer = loaded_layer(Fp8(), 1)
-    with pytest.raises(Unsuitable, match="beside the weights"):
+    with pytest.raises(Unsuitable, match="in addition to the weights"):
         Shadows().process(subject(layer, weights(2)), storages(layer), 100)
 
 

@@ -415,7 +415,7 @@ def test_an_engine_that_a_load_leaves_without_a_version_is_brought_one_again(
         raise RuntimeError("made up")
 
     def lost(*_: object) -> None:
-        raise RanksFailed("there is no way back")
+        raise RanksFailed("a rollback is not possible")
 
     engine = Driver(ranks, lambda: None)
     agent = Follower(client, MODEL, engine, prove_every=1)
@@ -424,7 +424,7 @@ def test_an_engine_that_a_load_leaves_without_a_version_is_brought_one_again(
         patched.setattr(ranks[0], "_go_back", lost)
         failed = agent.take_to(1)
     assert failed.proof == FAILED
-    assert "there is no way back" in failed.error
+    assert "a rollback is not possible" in failed.error
     again = agent.take_to(1)
     assert (again.error, again.proof, again.serves) == ("", IN_PART, 1)
 

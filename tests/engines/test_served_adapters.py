@@ -278,7 +278,7 @@ def test_an_engine_that_sleeps_loads_nothing(place: Place) -> None:
     name, engine = place.push("acme/asleep"), Engine()
     admission = place.admission(Server([engine]))
     engine.model_executor.is_sleeping = True
-    with pytest.raises(FailedPrecondition, match=f"sleeps, and does not load {name}"):
+    with pytest.raises(FailedPrecondition, match=f"sleeps, and cannot load {name}"):
         asyncio.run(admitted(admission, name))
     assert not engine.reads
     engine.model_executor.is_sleeping = False
@@ -390,7 +390,7 @@ def test_engines_that_differ_or_do_not_know_their_base_serve_no_adapter(place: P
         ({"modules_to_save": ["lm_head"]}, "saved whole"),
         ({"bias": "lora_only"}, "biases"),
         ({"r": 32}, "its rank is 32, above --max-lora-rank 16"),
-        ({"target_modules": ["q_proj", "up_proj"]}, "no LoRA on up_proj"),
+        ({"target_modules": ["q_proj", "up_proj"]}, "not support LoRA on up_proj"),
         ({"target_parameters": ["q_proj.weight"], "target_modules": ["down_proj"]}, "changes parameters"),
         ({"rank_pattern": {"q_proj": 24}}, "its rank is 24"),
     ],
@@ -402,7 +402,7 @@ def test_what_an_engine_cannot_serve_is_refused_with_the_reason_before_it_is_loa
     name, engine = place.push(f"acme/refused-{abs(hash(said))}", **options), Engine()
     with pytest.raises(InvalidArgument, match=said) as refused:
         asyncio.run(admitted(place.admission(Server([engine])), name))
-    assert "this engine takes LoRA and rsLoRA of rank up to 16 on down_proj, q_proj" in str(refused.value)
+    assert "this engine supports LoRA and rsLoRA of rank up to 16 on down_proj, q_proj" in str(refused.value)
     assert not engine.loaded
 
 
@@ -769,8 +769,8 @@ def test_adapters_are_loaded_listed_and_unloaded_by_a_route_behind_the_key(
     assert order("GET")[1]["adapters"] == []
     for refused, status, text in (
         ({"model": "other/alice"}, 400, "acme/*"),
-        ({"model": 5}, 400, "no order"),
-        ({"model": name, "unload": "yes"}, 400, "no order"),
+        ({"model": 5}, 400, "not a valid order"),
+        ({"model": name, "unload": "yes"}, 400, "not a valid order"),
         ({"model": "acme/missing"}, 404, "acme/missing"),
         ({"model": "acme/smol@1"}, 400, "whole model"),
     ):

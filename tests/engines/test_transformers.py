@@ -171,7 +171,7 @@ def test_a_live_model_that_does_not_fit_is_left_alone(
 ) -> None:
     tiny_model(tiny_config(family, tied=False, **changed), 3).save_pretrained(tmp_path)
     found = client.call(client.refused_live, service.address, models[family].name, str(tmp_path))
-    assert "fit" in found["error"] or "nothing for" in found["error"] or "cannot make" in found["error"]
+    assert "fit" in found["error"] or "nothing for" in found["error"] or "cannot create" in found["error"]
     assert (found["different"], found["version"]) == ([], None)
 
 
@@ -366,7 +366,7 @@ def test_a_model_that_peft_has_given_adapters_is_refused_an_update_and_taken_wit
     there = models["llama"]
     model = from_weighbridge(f"{there.name}@1", service.address)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(FailedPrecondition, match="peft has given this model adapters") as refused:
+    with pytest.raises(FailedPrecondition, match="peft has added adapters to this model") as refused:
         update(model, 2)
     assert "model.unload()" in refused.value.fix
     assert adapted.unload() is model

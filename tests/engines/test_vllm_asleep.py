@@ -69,7 +69,7 @@ def test_an_engine_that_has_slept_answers_by_the_version_that_it_says_it_has(tmp
         assert found[f"says {level}"] == [False, texts[version], name]
     assert found["back"] == ["", texts[1], one]
     said, paused, broken = found["none"]
-    assert "the engine is awake, serves no version, and stands still" in said
+    assert "the engine is awake, serves no version, and is paused" in said
     assert "127.0.0.1:9" in said
     assert paused
     assert f"{one} was discarded while the engine slept" in broken

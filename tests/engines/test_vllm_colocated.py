@@ -255,7 +255,7 @@ def test_an_engine_that_can_have_no_version_sleeps_and_does_not_wake_up_until_it
     with pytest.raises(FailedPrecondition, match="put to sleep again, with no version"):
         turns.update()
     assert turns.used == 0
-    with pytest.raises(FailedPrecondition, match="serves no version, and stands still"):
+    with pytest.raises(FailedPrecondition, match="serves no version, and is paused"):
         turns.llm.wake_up()
     assert not turns.llm.core.running
     del turns.llm.rank.engine.fill

@@ -161,7 +161,7 @@ def test_a_drafter_with_versions_of_its_own_has_the_one_that_is_named_with_the_p
     found = place.run("own", model, DRAFTER, OTHER)
     assert found["first"] == says(1, 1.0, 1)
     assert "would keep its weights when the engine takes tests/llama@2" in found["unnamed"]
-    assert "of pipeline stages only the last one has the drafter" in found["stages"]
+    assert "only the last pipeline stage has the drafter" in found["stages"]
     assert found["both"] == ["", "", says(2, 1.0, 2)]
     proof, said = found["loaded again"]
     assert (proof["wrong"], said) == ([], says(2, 1.0, 2))
@@ -309,4 +309,4 @@ def test_a_version_without_layers_that_draft_is_refused_by_their_names_or_leaves
     assert (said["different"], said["changed"], said["shared"]) == ([], [], 2)
     assert said["own"] > 5
     assert said["stale"].startswith(f"{name} is stale")
-    assert said["unseen"][name] == "updates leave it alone"
+    assert said["unseen"][name] == "updates do not change it"

@@ -129,7 +129,7 @@ class Place:
             if not problem:
                 self.ask("/finish_weight_update", {"weight_version": f"{MODEL}@{number}"})
                 return True
-            assert f"taken version {number}" in problem
+            assert f"undone version {number}" in problem
             assert self.refusal("/finish_weight_update", {}), "vLLM wants it before the next one"
             return False
         finally:

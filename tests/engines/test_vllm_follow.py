@@ -341,8 +341,8 @@ def test_workers_are_proved_by_bytes_that_another_process_pulls_and_fail_against
         assert rank.compared > 0
         # what the processor's kernels repack is named, and the rest is compared
         assert set(rank.unseen.values()) <= {
-            "the engine computes with something made of it",
-            "it was compared, but the engine computes with something made of it, too",
+            "the engine computes with a tensor that is derived from it",
+            "it was compared, but the engine also computes with a tensor that is derived from it",
         }
     other = prove(place.client, place.engine.evidence, MODEL, before)
     assert other.verdict == FAILED

@@ -194,7 +194,7 @@ def test_layers_that_are_quantized_while_they_load_are_quantized_before_the_paus
             assert reserved > 0
             if "share" in job:
                 assert all(0 < counts["replaced"] < 16 for counts in rank["counts"].values())
-                assert any("has room in the reserved memory" in why for why in rank["left"].values())
+                assert any("fits into the reserved memory" in why for why in rank["left"].values())
                 continue
             [special] = job.get("special", {"": ""}).values()
             why = {"Growing": "Growing.count", "Reducing": "it communicates with other ranks"}.get(
@@ -235,7 +235,7 @@ def test_sessions_of_vllms_own_worker_update_all_ranks_or_none_and_leave_the_mod
 def test_an_engine_that_has_renamed_its_layers_is_refused_before_anything_is_touched(ranks: Ranks) -> None:
     [(_, [said])] = ranks.run(1, [{"do": "wrap", "of": "llama"}])
     assert (
-        "1 parameter that weights go to is not in the model any more: model.layers.1.mlp.down_proj.weight"
+        "1 parameter that receives weights is no longer in the model: model.layers.1.mlp.down_proj.weight"
         in said
     )
 

@@ -118,7 +118,7 @@ def test_generation_goes_on_if_an_engine_refuses_and_all_ranks_hear_of_it(place:
     assert [engine.asked[-1] for engine in place.engines] == ["/continue_generation"] * 2
     place.engines[1].refuses = set()
     if path == "/continue_generation":
-        assert "generation stands still" in str(failed[0])
+        assert "generation is still paused" in str(failed[0])
     else:
         for engine in place.engines:
             place.check_going_on(engine)

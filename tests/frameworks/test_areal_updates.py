@@ -60,7 +60,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("no model", "WEIGHBRIDGE_MODEL does not say"), ("no service", "127.0.0.1:1")]
+    ("fault", "said"), [("no model", "WEIGHBRIDGE_MODEL does not name"), ("no service", "127.0.0.1:1")]
 )
 def test_a_rank_that_could_not_push_is_told_of_by_all_before_any_has_begun_to(
     place: Place, fault: str, said: str

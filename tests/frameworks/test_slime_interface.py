@@ -123,7 +123,10 @@ def test_an_engine_that_does_not_say_where_its_server_is_is_not_waited_for_for_e
     said = {"weighbridge": {"model": "acme/policy", "timeout_seconds": 0.2}}
     updater = TrainerActor("slime", arguments("slime", **said), []).weight_updater
     updater.connect_rollout_engines([SimpleNamespace(get_url=SimpleNamespace(remote=Future))], None)
-    with pytest.raises(DeadlineExceeded, match=r"not all of 1 engines' actors said within 0\.2 s"):
+    with pytest.raises(
+        DeadlineExceeded,
+        match=r"not all actors of 1 engines reported the addresses of their servers within 0\.2 s",
+    ):
         updater._connected()
 
 

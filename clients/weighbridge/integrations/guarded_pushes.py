@@ -100,7 +100,9 @@ class GuardedPushes:
     ) -> Version:
         """See `PushHook.wait`."""
         if self.last is None:
-            raise FailedPrecondition(f"nothing of {self._model} has been pushed", fix="the log says why")
+            raise FailedPrecondition(
+                f"no version of {self._model} has been pushed", fix="see the log for the reason"
+            )
         started = time.monotonic()
         version = self.last.wait(until, timeout=timeout)
         if self.last.training is not None:
@@ -171,7 +173,7 @@ class GuardedPushes:
             missing = [str(number) for number, (_, pushed) in enumerate(of_ranks) if not pushed]
             raise FailedPrecondition(
                 f"step {step} was pushed before, and failed on ranks {', '.join(missing[:10])}",
-                fix="it cannot be pushed again by the same processes; the next step can",
+                fix="the same processes cannot push it again; push the next step",
             )
         return step, weights
 

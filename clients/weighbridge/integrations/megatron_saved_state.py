@@ -132,8 +132,8 @@ class SavedState:
             for entry in entries:
                 if not isinstance(entry, ShardedObject):
                     raise InvalidArgument(
-                        f"{key} has shards of {entry.key}, which is neither of the model nor of its optimizer",
-                        fix="save it by a call of its own, or push weights alone: push_on_save(..., training=False)",
+                        f"{key} has shards of {entry.key}, which belongs neither to the model nor to its optimizer",
+                        fix="save it with a separate call, or push weights alone: push_on_save(..., training=False)",
                     )
                 objects.append(replace(entry, data=plain(entry.data)))
             # in this order: a single value may be a tensor, which has no truth value

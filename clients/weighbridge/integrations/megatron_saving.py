@@ -198,7 +198,9 @@ class PushOnSave(PushHook):
         of_ranks = of_all_ranks(kept, rank_and_world(None, None)[1])
         if kept and all(of_ranks):
             return True
-        logger.warning("%s: Megatron writes %s itself, for it was not pushed whole", self.model, folder)
+        logger.warning(
+            "%s: Megatron writes %s itself, because it was not pushed completely", self.model, folder
+        )
         return False
 
     def _beside(
@@ -221,7 +223,7 @@ class PushOnSave(PushHook):
         if not any(has_optimizer for _, has_optimizer in of_ranks):
             if problem and found is None:  # what is saved could not even be sorted: it may be an optimizer's
                 logger.warning(
-                    "%s: the weights are pushed alone, for what is saved has no optimizer's sharded state dict at its top. %s",
+                    "%s: only the weights are pushed, because the saved state dict has no optimizer's sharded state dict at its top level. %s",
                     self.model,
                     problem,
                 )
@@ -232,7 +234,7 @@ class PushOnSave(PushHook):
         refused = FailedPrecondition("not all ranks can push a training state", details=problems[:5])
         if self._strict:
             raise refused
-        logger.error("%s: the weights are pushed alone. %s", self.model, refused)
+        logger.error("%s: only the weights are pushed. %s", self.model, refused)
         return None
 
 
@@ -252,7 +254,7 @@ def step_of(state_dict: Mapping[str, Any], folder: str) -> int:
     step = step_named(folder)
     if step is None:
         raise InvalidArgument(
-            f"neither the state dict ('iteration') nor the name of {folder} says which step this is",
-            fix="give push_on_save a function that does: step=lambda: trainer.step",
+            f"neither the state dict ('iteration') nor the name of {folder} contains the step",
+            fix="give push_on_save a function that returns it: step=lambda: trainer.step",
         )
     return step

@@ -104,8 +104,8 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
     def _next(self) -> Update:
         if not self._ticket:
             raise FailedPrecondition(
-                "this worker was not told of the others",
-                fix="let NeMo-RL make the engines of all workers anew",
+                "this worker was not connected to the others",
+                fix="let NeMo-RL create the engines of all workers again",
             )
         self._refits += 1
         return Update(f"{self._ticket}/{self._refits}")

@@ -26,10 +26,10 @@ def paused(pause: Callable[[], object], resume: Callable[[], object]) -> Iterato
             resume()
         except Exception as another:
             if isinstance(error, Exception):
-                raise FailedPrecondition(f"{error}; and generation stands still: {another}") from error
-            error.add_note(f"generation stands still: {another}")
+                raise FailedPrecondition(f"{error}; and generation is still paused: {another}") from error
+            error.add_note(f"generation is still paused: {another}")
         raise
     try:
         resume()
     except Exception as error:
-        raise FailedPrecondition(f"generation stands still: {error}") from error
+        raise FailedPrecondition(f"generation is still paused: {error}") from error

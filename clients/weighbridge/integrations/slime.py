@@ -85,7 +85,7 @@ class Settings(PluginSettings):
         super().__post_init__()
         if self.pause_mode not in PAUSE_MODES:
             raise InvalidArgument(
-                f"there is no pause mode {self.pause_mode!r}", fix=f"one of {', '.join(PAUSE_MODES)}"
+                f"there is no pause mode {self.pause_mode!r}", fix=f"use one of {', '.join(PAUSE_MODES)}"
             )
 
     @staticmethod
@@ -99,7 +99,7 @@ class Settings(PluginSettings):
         if not isinstance(said, Mapping) or "model" not in said:
             raise InvalidArgument(
                 f"the arguments have no {NAME}.model",
-                fix=f"put '{NAME}: {{model: acme/policy, server: 10.0.0.1:50051}}' into a file, and name it by --custom-config-path",
+                fix=f"put '{NAME}: {{model: acme/policy, server: 10.0.0.1:50051}}' into a file, and pass the file with --custom-config-path",
             )
         defaults = {
             "hf_dir": getattr(args, "hf_checkpoint", ""),
@@ -140,12 +140,12 @@ class WeighbridgeUpdater:
     ) -> None:
         if quantization_config:
             raise InvalidArgument(
-                "engines of this checkpoint want quantised weights, and Megatron's ranks push what they hold",
+                "engines of this checkpoint need quantised weights, but Megatron's ranks push their weights as they are",
                 fix="start engines from a checkpoint that is not quantised: --hf-checkpoint",
             )
         if is_lora:
             raise InvalidArgument(
-                "adapters are no version of the model", fix="train all weights, or use another updater"
+                "adapters are not a version of the model", fix="train all weights, or use another updater"
             )
         self.weight_version = 0
         self.pushed: PushHandle | None = None
@@ -279,7 +279,7 @@ class WeighbridgeUpdater:
         if not urls:
             raise FailedPrecondition(
                 f"none of {len(self._handles or ())} engines has a server that could be updated",
-                fix="have connect_rollout_engines called, with engines that are up, before update_weights",
+                fix="call connect_rollout_engines, with running engines, before update_weights",
             )
         return {url: self._server(url) for url in urls}
 
@@ -304,7 +304,7 @@ def _trainer_actor() -> tuple[str, ModuleType]:
             return framework, module
     raise FailedPrecondition(
         f"no {_REPLACED} of slime's or Miles's trainer actors is in this process",
-        fix="name weighbridge.integrations.slime.init by --custom-megatron-init-path, of slime 0.3.1 or newer, or Miles",
+        fix="pass weighbridge.integrations.slime.init to --custom-megatron-init-path of slime 0.3.1 or newer, or Miles",
     )
 
 
@@ -318,7 +318,7 @@ def _urls(engines: Sequence[Any], timeout: float) -> list[str]:
         answers = ray.get(asked, timeout=timeout)
     except TimeoutError as error:  # Ray's own derives from it
         raise DeadlineExceeded(
-            f"not all of {len(asked)} engines' actors said within {timeout:g} s where their servers are",
+            f"not all actors of {len(asked)} engines reported the addresses of their servers within {timeout:g} s",
             fix="see in Ray's dashboard which of them hangs",
         ) from error
     found = []

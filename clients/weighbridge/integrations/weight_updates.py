@@ -292,7 +292,7 @@ class UpdateReceiver:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"the ranks that train have not begun to push {model} within {self._timeout:g} s",
-                    fix="see why in their logs; if they need longer before they push, raise timeout_seconds",
+                    fix="see the reason in their logs; if they need longer before they push, raise timeout_seconds",
                 )
             await asyncio.sleep(pause)
             pause = min(2 * pause, longest)
@@ -300,7 +300,7 @@ class UpdateReceiver:
 
 def _check(superseded: Callable[[], bool]) -> None:
     if superseded():
-        raise FailedPrecondition("this update was given up: a newer one has begun")
+        raise FailedPrecondition("this update was cancelled: a newer one has begun")
 
 
 class UpdateWorker:

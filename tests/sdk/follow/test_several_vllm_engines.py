@@ -82,7 +82,7 @@ def test_if_one_engine_cannot_take_the_version_the_others_go_back(failing: int) 
     with driver(server) as engine:
         done = take_to(engine, 2)
     assert f"engine {failing}: apply of version 2 failed" in done.error
-    assert f"engine {1 - failing}: it has taken version 2 back" in done.error
+    assert f"engine {1 - failing}: it has undone version 2" in done.error
     assert done.serves == 1
     assert server.served == [1, 1]
     assert not any(each.paused for each in server.engines)
@@ -220,7 +220,7 @@ def test_vllms_own_update_is_taken_back_if_one_engine_fails_late_and_that_one_is
     server = FakeVllm(engines(2))
     server.engines[1].fails = {"apply"}
     with pytest.raises(
-        FailedPrecondition, match=r"(?s)engine 0: it has taken version 2 back.*engine 1: apply of"
+        FailedPrecondition, match=r"(?s)engine 0: it has undone version 2.*engine 1: apply of"
     ):
         asyncio.run(server.rpc("update_weights", **UPDATE))
     assert server.served == [1, 1]
@@ -243,7 +243,7 @@ def test_vllms_own_update_with_an_entry_for_each_worker_is_an_update_too() -> No
     server = FakeVllm(engines(2))
     server.engines[1].fails = {"apply"}
     each = {"version": 2}
-    with pytest.raises(FailedPrecondition, match="engine 0: it has taken version 2 back"):
+    with pytest.raises(FailedPrecondition, match="engine 0: it has undone version 2"):
         asyncio.run(server.rpc("update_weights", update_info=[each, each]))
     assert server.served == [1, 1]
 

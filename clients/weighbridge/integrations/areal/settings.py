@@ -45,7 +45,8 @@ class Settings(UpdateSettings):
         }
         if "model" not in said:
             raise InvalidArgument(
-                f"{MODEL} does not say which model the actors push", fix=f"set it, as in {MODEL}=acme/policy"
+                f"{MODEL} does not name the model that the actors push",
+                fix=f"set it, as in {MODEL}=acme/policy",
             )
         if config.weight_update_mode != "disk":
             raise InvalidArgument(
@@ -82,6 +83,6 @@ def _timeout(said: str | None) -> float:
     if not 0.0 < found < _LONGEST_SECONDS:
         raise InvalidArgument(
             f"{TIMEOUT} is {said!r}",
-            fix=f"seconds, less than the {_LONGEST_SECONDS:g} after which AReaL's ranks give up waiting for each other",
+            fix=f"set a number of seconds, less than the {_LONGEST_SECONDS:g} after which AReaL's ranks give up waiting for each other",
         )
     return found

@@ -152,7 +152,8 @@ class UpdatesByWeighbridge:
         """Download a version while engines generate, and make them load it the way AReaL makes them load its own saves."""
         if meta.path is None:
             raise FailedPrecondition(
-                "AReaL does not say where rollouts read weights", fix="set actor.weight_update_mode=disk"
+                "AReaL does not name the folder from which rollouts read weights",
+                fix="set actor.weight_update_mode=disk",
             )
         deadline = time.monotonic() + self._settings.timeout_seconds
         # engines may still read the folder of a failed attempt

@@ -37,7 +37,7 @@ def filling_drafter(source: Source) -> Iterator[None]:
     Args:
         source: the version, with the drafter's own version if there is one.
     """
-    push = "push a version that fits it" if isinstance(source, Pair) else "push the drafter's tensors along"
+    push = "push a version that fits it" if isinstance(source, Pair) else "push the drafter's tensors too"
     try:
         yield
     except (FailedPrecondition, LayoutError) as error:
@@ -159,7 +159,7 @@ def joined(of_target: Recording, of_drafter: Recording, version: object, prefix:
     if of_drafter.unrecorded:
         name, why = next(iter(of_drafter.unrecorded.items()))
         raise FailedPrecondition(
-            f"the way of {name} of {version} into the engine's drafter cannot be followed: {why}"
+            f"the copies of {name} of {version} into the engine's drafter cannot be recorded: {why}"
         )
     own = [
         step._replace(tensor=prefix + step.tensor) if isinstance(step, RecordedCopy) else step

@@ -64,7 +64,7 @@ def check_config(engine: Any, config: bytes, version: object) -> None:
             wrong.append(f"{field} is {theirs}, and {ours} in the engine")
     if wrong:
         raise FailedPrecondition(
-            f"{version} is of another model than the engine was started with: {'; '.join(wrong)}",
+            f"{version} is of a different model than the engine was started with: {'; '.join(wrong)}",
             fix=_FIX,
         )
 
@@ -86,7 +86,7 @@ def check_tensors(known: Iterable[TensorSpec], found: Iterable[TensorSpec], vers
     ]
     if wrong:
         raise FailedPrecondition(
-            f"{version} has other tensors than the version before: {named(wrong, _MOST_NAMED)}",
+            f"{version} has other tensors than the previous version: {named(wrong, _MOST_NAMED)}",
             fix=_FIX,
             details=first_lines(wrong),
         )
@@ -130,15 +130,15 @@ def unseen(model: Any, recording: lazy.Recording, seen: Mapping[str, Any]) -> di
     """
     there = {id(tensor) for tensor in seen.values()}
     found = dict.fromkeys(
-        recording.targets.keys() - seen.keys(), "the engine computes with something made of it"
+        recording.targets.keys() - seen.keys(), "the engine computes with a tensor that is derived from it"
     )
     filled = {
-        name: f"{recording.unwritten[name]} of its elements are left alone by a version"
+        name: f"a version does not write {recording.unwritten[name]} of its elements"
         for name in seen
         if recording.unwritten.get(name)
     }
     others = {
-        name: "nothing was recorded of its way into the model"
+        name: "no copy of it into the model was recorded"
         for name, parameter in model.named_parameters()
         if id(parameter) not in there and name not in found
     }

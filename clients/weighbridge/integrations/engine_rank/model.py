@@ -117,10 +117,10 @@ class EngineModel(ABC):
             has = (
                 "its drafter is a part of the policy's versions"
                 if self.drafter
-                else "it has no drafter that is known"
+                else "it has no known drafter"
             )
             raise FailedPrecondition(
-                f"the engine takes no version of a drafter beside the policy's, as {draft}: {has}",
+                f"the engine does not accept a version of a drafter in addition to the policy's, such as {draft}: {has}",
                 fix=WITHOUT if self.apart else "name no drafter for this engine",
             )
 
@@ -259,7 +259,7 @@ class EngineModel(ABC):
         except Exception as error:
             where = f" at {last[-1]}" if last else ""
             raise FailedPrecondition(
-                f"the engine's loader does not take {source.version}: it ended{where} with {type(error).__name__}: {error}",
+                f"the engine's loader cannot load {source.version}: it failed{where} with {type(error).__name__}: {error}",
                 fix="start the engine with the configuration of this model",
             ) from error
 
@@ -315,7 +315,7 @@ class EngineModel(ABC):
             if not cuda_copies.is_mapped(target.data_ptr()):
                 raise EngineAsleep(
                     f"the engine sleeps: {name} has no memory",
-                    fix="wake its weights up, and update it again; vLLM brings it by the wake-up if when_asleep is wait",
+                    fix="wake its weights up, and update it again; vLLM applies the version on wake-up if when_asleep is wait",
                 )
 
     def staging_place(self, recording: lazy.Recording) -> lazy.StagingPlace | None:
@@ -337,7 +337,7 @@ class EngineModel(ABC):
                 memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 self._cannot_pin = True
-                log.warning("%d bytes cannot be pinned, so that updates take longer: %s", nbytes, error)
+                log.warning("%d bytes cannot be pinned, so updates take longer: %s", nbytes, error)
                 return None
             self._host_place = lazy.StagingPlace(memory)
         return self._host_place

@@ -247,7 +247,7 @@ class Preparation:
                 early.pin()
             self._note("borrowed")
         except (WeighbridgeError, RuntimeError) as error:
-            log.info("%s is brought here when it is ready: %s", self.label, error)
+            log.info("%s is fetched only when it is ready: %s", self.label, error)
         self._take_early(early)
         self._note("staged what has arrived")
         while not self._unwanted.is_set():
@@ -260,7 +260,7 @@ class Preparation:
                 return early
             if asked:  # by a caller that must not wait for ranks: the request is refused as if nothing had begun early
                 return early
-        raise FailedPrecondition(f"{self.label} is not wanted any more")
+        raise FailedPrecondition(f"{self.label} is no longer wanted")
 
     def _take_early(self, early: lazy.EarlyStaging | None) -> None:
         if early is None:
@@ -292,7 +292,7 @@ class Preparation:
         recorded.check(source)
         if not recorded.has_dtypes_of(source):
             raise RecordingStale(
-                f"{source.version} has other dtypes than the version before", fix="prepare it again"
+                f"{source.version} has other dtypes than the previous version", fix="prepare it again"
             )
         self.rest = engine.bring_rest(client, source, recording)
         if source.fetched_bytes:
@@ -318,13 +318,13 @@ class Preparation:
                 self._note("processed")
             if early is not None:
                 log.info(
-                    "%s: of %d parameters %d were staged while it arrived, and %d of these count",
+                    "%s: of %d parameters %d were staged while it arrived, and %d of these are used",
                     self.label, len(self.recorded.recording.targets), early.count, len(there),
                 )  # fmt: skip
         except (
             RuntimeError
         ) as error:  # from torch: the bytes have arrived, and can be applied from where they are
-            log.warning("%s is not brought to the place that is reserved for it: %s", self.label, error)
+            log.warning("%s could not be copied to the memory that is reserved for it: %s", self.label, error)
 
     def _process(self, engine: EngineModel, update: lazy.Update) -> None:
         try:

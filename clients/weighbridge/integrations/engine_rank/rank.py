@@ -236,14 +236,14 @@ class EngineRank:
             if (there.source, there.number) == (source, number):
                 return
             if there.asked:
-                raise FailedPrecondition(f"{there.label} is here, or on its way")
+                raise FailedPrecondition(f"{there.label} is here, or is being fetched")
         self._check_drafter(number, asked)
         if source.draft:
             raise FailedPrecondition(
-                f"{source.label(number)} are brought when they are ready: a drafter has versions of its own"
+                f"{source.label(number)} are fetched only when they are ready: a drafter has versions of its own"
             )
         if known is None or not known.is_of(source, self.engine.configuration()):
-            raise FailedPrecondition("what this rank takes of a version is not known yet")
+            raise FailedPrecondition("the part of a version that this rank takes is not known yet")
         self.engine.check(known.recording)
         self.discard()
         if self._recorded is known:
@@ -355,7 +355,8 @@ class EngineRank:
         recorded = self._recorded
         if recorded is None:
             raise FailedPrecondition(
-                "what this rank takes of a version is not known", fix="connect the engine to the model first"
+                "the part of a version that this rank takes is not known",
+                fix="connect the engine to the model first",
             )
         self.engine.check_awake()
         begun = time.monotonic()
@@ -413,7 +414,7 @@ class EngineRank:
         """A drafter that no version describes."""
         if not self.engine.apart or (self.held is not None and self.held.source.draft):
             return {}
-        return {self.engine.apart: "updates leave it alone"}
+        return {self.engine.apart: "updates do not change it"}
 
     def _held_awake(self) -> Held:
         self.engine.check_awake()
@@ -473,7 +474,7 @@ class EngineRank:
         if lost and self.held is not None:
             self._lost, self.held = self.held, None
             self._broken = f"{self._lost.label} was discarded while the engine slept"
-        refusal = "the wake-up brings no version"
+        refusal = "the wake-up applies no version"
         due = exchange(self.engine.ranks, refusal, self._due)
         if len(set(due)) > 1:
             raise RanksFailed(refusal, details=[f"rank {rank}: {each}" for rank, each in enumerate(due)])
@@ -605,7 +606,7 @@ class EngineRank:
             kept = f"{drafter} is stale: it has kept {draft} in an update that named no version of it"
             return kept if self._left_behind and self.held.label != self._first else ""
         if self._drafter_lost:
-            return f"{drafter} lost its weights while the engine slept, and nothing brings them back: start the engine again"
+            return f"{drafter} lost its weights while the engine slept, and nothing restores them: start the engine again"
         if self.held.label == self._first:
             return ""
         return f"{drafter} is stale: it has the weights that it was started with, so that fewer of its tokens are accepted"
@@ -663,7 +664,7 @@ class EngineRank:
     def _due(self) -> str:
         """Facts on which `wake` bases its decision; they are equal on all ranks."""
         found = self.status()
-        return f"{found.waiting or 'no version'} waits, {found.served or 'none'} is there, when_asleep={self.when_asleep}"
+        return f"{found.waiting or 'no version'} waits, {found.served or 'none'} is served, when_asleep={self.when_asleep}"
 
     def _sleeps(self, number: int, source: ModelSource | None) -> bool:
         """Whether a version must wait for the wake-up. Collective.
@@ -711,10 +712,10 @@ class EngineRank:
             draft: the drafter's version that came with it.
         """
         try:
-            there = agree(self.engine.ranks, "there is no way back", partial(_way_back, had, draft))
+            there = agree(self.engine.ranks, "a rollback is not possible", partial(_way_back, had, draft))
             with self._going_back(there):
                 self.stage(there.version.number, there.source)
-            self._fill(f"version {there.version.number} could not be brought back")
+            self._fill(f"version {there.version.number} could not be restored")
         except RanksFailed as second:
             self._broken = f"{error}\n{second}"
             raise RanksFailed(
@@ -757,5 +758,5 @@ def known_rank(model: Any) -> EngineRank | None:
 def _way_back(had: Held | None, draft: str = "") -> Held:
     """The version to roll back to. If the drafter's previous weights belonged to no version, it gets the version that came with the update."""
     if had is None:
-        raise FailedPrecondition("which version it had is not known")
+        raise FailedPrecondition("the version that it had is not known")
     return had if had.source.draft else replace(had, source=had.source.with_draft(draft))

@@ -37,7 +37,7 @@ class ModelSource:
         """Parse settings that a user wrote. Arguments and errors as for `checked`; also InvalidArgument if no model is named."""
         given = checked(cls, given, of)
         if "model" not in given:
-            raise InvalidArgument(f"{of} names no model", fix="set model, as in acme/policy")
+            raise InvalidArgument(f"{of} does not name a model", fix="set model, as in acme/policy")
         return cls(**given)
 
     @property
@@ -86,7 +86,8 @@ def check_draft(draft: str) -> None:
     model, _, number = draft.rpartition("@")
     if draft and not (model.count("/") == 1 and number.isdecimal()):
         raise InvalidArgument(
-            f"{draft!r} names no version of a drafter", fix="name it by its number, as in acme/smol-eagle@5"
+            f"{draft!r} does not name a version of a drafter",
+            fix="name it by its number, as in acme/smol-eagle@5",
         )
 
 

@@ -41,7 +41,9 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Any]]) -> No
     from weighbridge.integrations.sglang.model import number_to_update_to, sglang_rank, source_of
 
     if len(named_tensors) != 1:
-        raise InvalidArgument(f"{len(named_tensors)} names came, and one has to say which version is wanted")
+        raise InvalidArgument(
+            f"got {len(named_tensors)} names, expected one that contains the wanted version"
+        )
     wanted = Wanted.from_json(named_tensors[0][0])
     rank = sglang_rank(model)
     rank.apply(number_to_update_to(rank, wanted), source_of(wanted))

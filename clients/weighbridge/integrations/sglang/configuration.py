@@ -34,7 +34,7 @@ _OF_THIS_START = frozenset(
     }
 )
 
-_KEPT_KV = "it keeps the KV cache of prompts outside the engine, where a flush leaves it and no entry names the weights that computed it"
+_KEPT_KV = "it keeps the KV cache of prompts outside the engine, where a flush does not clear it and no entry names the weights that computed it"
 _KEEP_OLD_RESULTS = {
     "hicache_storage_backend": _KEPT_KV,
     "enable_lmcache": _KEPT_KV,

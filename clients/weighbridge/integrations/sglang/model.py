@@ -46,7 +46,11 @@ class SglangModel(EngineModel):
         try:
             return self.record(source)
         except Exception as error:
-            log.warning("%s is loaded tensor by tensor, it cannot be recorded: %s", source.version, error)
+            log.warning(
+                "%s is loaded tensor by tensor, because the loader cannot be recorded: %s",
+                source.version,
+                error,
+            )
             return None
 
 
@@ -81,7 +85,7 @@ def number_to_update_to(rank: EngineRank, wanted: Wanted) -> int:
     rank.stale_drafter = stale_drafter_of(wanted.stale_drafter or REFUSE)
     if get_pp_group().world_size > 1:
         raise FailedPrecondition(
-            "pipeline stages of SGLang cannot take over a version together",
+            "pipeline stages of SGLang cannot switch to a version together",
             fix="start the engine without --pp-size, or start it again from the new version",
         )
     return number_on(rank.engine.ranks, rank, wanted)

@@ -196,7 +196,7 @@ class WeighbridgeReader(StorageReader):
         found = [each for each in self._client.versions(self.model) if each.step == step]
         if not found:
             raise NotFound(
-                f"{self.model} has no version of the step that {os.fspath(self._checkpoint)!r} says",
+                f"{self.model} has no version of the step in {os.fspath(self._checkpoint)!r}",
                 fix="load without checkpoint_id, from WeighbridgeReader(model, version=...)",
             )
         return max(found, key=lambda each: each.number)

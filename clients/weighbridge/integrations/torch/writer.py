@@ -161,7 +161,8 @@ class WeighbridgeWriter(StorageWriter):
         """
         if not kwargs.get("use_collectives", True):
             raise InvalidArgument(
-                "the ranks of a version have to know of each other", fix="save with use_collectives=True"
+                "the ranks of a version must communicate with each other",
+                fix="save with use_collectives=True",
             )
         self._give_up("another save has begun")
         named = self._checkpoint
@@ -255,8 +256,8 @@ class WeighbridgeWriter(StorageWriter):
             step = step_named(named)
         if step is None:
             raise InvalidArgument(
-                "nothing says which step is saved",
-                fix="WeighbridgeWriter(model, step=...), or a checkpoint_id that ends with it, such as 'step-100'",
+                "the step of the save is not known",
+                fix="give WeighbridgeWriter(model, step=...), or a checkpoint_id that ends with the step, such as 'step-100'",
             )
         return step
 
@@ -265,7 +266,7 @@ class WeighbridgeWriter(StorageWriter):
     ) -> list[torch.Tensor]:
         """The data of shards, once all ranks are here: planners may create it only now."""
         problems = [
-            f"{entry}: the model has no such tensor, and it is no tied copy of one that it has"
+            f"{entry}: the model has no such tensor, and it is not a tied copy of one that it has"
             for entry in untied(planner, planned.copies, self._entries, by_content=True)
         ]
         tensors = []
@@ -280,9 +281,9 @@ class WeighbridgeWriter(StorageWriter):
                 tensors += [part.view(held) for _, part in parts]
             else:
                 there = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-                problems.append(f"{item.index.fqn} is {there}, and its plan says {extent}")
+                problems.append(f"{item.index.fqn} is {there}, but its plan declares {extent}")
         if problems:
-            raise LayoutError("what is to be saved is not what the model has", details=problems)
+            raise LayoutError("the tensors to be saved differ from those of the model", details=problems)
         return tensors
 
     def _give_up(self, reason: str) -> None:

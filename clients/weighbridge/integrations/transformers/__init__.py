@@ -135,7 +135,7 @@ def from_weighbridge(
             )  # fmt: skip
         return _with_adapter(client, version, on, base, adapter_name)
     if base is not None:
-        raise InvalidArgument(f"{model_name}@{version.number} is no adapter", fix="leave base out")
+        raise InvalidArgument(f"{model_name}@{version.number} is not an adapter", fix="leave base out")
     remote = {"trust_remote_code": options["trust_remote_code"]} if "trust_remote_code" in options else {}
     with _side_files(client, model_name, version.number) as folder:
         if config is None:
@@ -191,7 +191,7 @@ def _with_adapter(
     known = None if held is None else BaseVersion(held.model, held.number)
     if known is None:
         logger.warning(
-            "%s@%d is on %s; whether the model to which it is attached is that version is not known",
+            "%s@%d is on %s; it is not known whether the model to which it is attached is that version",
             version.model,
             version.number,
             on,
@@ -199,7 +199,7 @@ def _with_adapter(
     elif (known.model, known.number) != (on.model, on.number):
         raise FailedPrecondition(
             f"{version.model}@{version.number} is on {on}, and this model is {known}",
-            fix="leave base out, and the base comes from the service; or take another version of the adapter",
+            fix="leave base out to load the base from the service; or take another version of the adapter",
         )
     model = attached(client, version, base, adapter_name)
     _adapters.setdefault(model, {})[adapter_name] = AttachedAdapter(client, version, known)

@@ -42,7 +42,7 @@ class AttachedAdapter:
         if asked is None or ours is None or (asked.model, asked.number) != (ours.model, ours.number):
             raise FailedPrecondition(
                 f"{pull.version.model}@{pull.version.number} is on {asked}, and this model is {ours}",
-                fix="take it anew, with its base: from_weighbridge",
+                fix="load it again, with its base: from_weighbridge",
             )
         pull.into(model, adapter_name=adapter_name)
         self.version = pull.version
@@ -56,7 +56,7 @@ def check_base(client: EngineClient, version: Version, base: BaseVersion) -> Non
         NotFound: the base was deleted, or its model was deleted and registered again under the same name.
     """
     named = f"{version.model}@{version.number}"
-    fix = f"push the adapter on a version that is there, or attach it to a model that you have: from_weighbridge({named!r}, base=model)"
+    fix = f"push the adapter on a version that exists, or attach it to a model that you have: from_weighbridge({named!r}, base=model)"
     try:
         found = client.version(base.model, base.number)
         # a deleted version stays readable until its objects are removed
@@ -68,7 +68,7 @@ def check_base(client: EngineClient, version: Version, base: BaseVersion) -> Non
         raise NotFound(f"{named} is on {base}, which was deleted", fix=fix)
     if base.digest and digest != base.digest:
         raise NotFound(
-            f"{named} is on {base} with the digest {base.digest}, and what is called so now has the digest {digest}",
+            f"{named} is on {base} with the digest {base.digest}, but the version that has this name now has the digest {digest}",
             fix=fix,
         )
 
@@ -83,7 +83,7 @@ def check_attachable(base: Any, adapter_name: str) -> None:
     if isinstance(base, PeftModel) and adapter_name in base.peft_config:
         raise InvalidArgument(
             f"the model has an adapter {adapter_name!r} already",
-            fix="name another adapter_name; to fill that one anew: client.pull(name).into(model, adapter_name=...)",
+            fix="name another adapter_name; to fill the existing one again: client.pull(name).into(model, adapter_name=...)",
         )
 
 

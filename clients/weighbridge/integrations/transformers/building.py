@@ -58,8 +58,8 @@ class Recipe:
                 )
         except RuntimeError as error:
             raise FailedPrecondition(
-                f"transformers cannot make a {self.model_class.__name__} of these tensors: {error}",
-                fix="look at what it logs; a tensor may be missing",
+                f"transformers cannot create a {self.model_class.__name__} from these tensors: {error}",
+                fix="look at its log; a tensor may be missing",
             ) from error
         self._check(model, tensors, found)
         return model, set(found["missing_keys"])

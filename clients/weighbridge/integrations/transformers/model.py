@@ -86,8 +86,8 @@ class TransformersModel(EngineModel):
         """
         if has_adapters(self.model):
             raise FailedPrecondition(
-                "peft has given this model adapters, and versions have none: a version of merged weights would have them twice",
-                fix="take them out before an update: model.unload(); or merge_and_unload(), and attach() what that returns",
+                "peft has added adapters to this model, and versions have none: a version of merged weights would apply them twice",
+                fix="remove them before an update: model.unload(); or merge_and_unload(), and attach() what that returns",
             )
         return {name: t for name, t in weights_of(self.model).items() if name not in self._missing}
 

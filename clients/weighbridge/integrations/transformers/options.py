@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _REFUSED = {
     "revision": "name the version behind the model: namespace/name@version",
-    "subfolder": "a version is the folder of one model: register what lies in the folder as a model of its own",
+    "subfolder": "a version is the folder of one model: register the contents of the folder as a model of its own",
     "variant": "register the variant as a model of its own",
     "gguf_file": "register the model's safetensors files",
     "from_tf": "save the model as safetensors",
@@ -51,7 +51,7 @@ def supported(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, fix in _REFUSED.items():
         if options.get(name):
-            raise InvalidArgument(f"from_weighbridge has no {name}={options[name]!r:.80}", fix=fix)
+            raise InvalidArgument(f"from_weighbridge does not support {name}={options[name]!r:.80}", fix=fix)
     check_not_quantised("the model", options.get("quantization_config"))
     return {
         name: value
@@ -112,7 +112,7 @@ def single_device(device_map: Any, nbytes: int) -> torch.device | None:
     try:
         return torch.device(device_map)
     except (RuntimeError, TypeError) as error:
-        raise InvalidArgument(f"device_map={device_map!r} is no single device", fix=_FIX_DEVICE) from error
+        raise InvalidArgument(f"device_map={device_map!r} is not a single device", fix=_FIX_DEVICE) from error
 
 
 def _only_device(device_map: str, nbytes: int) -> torch.device:

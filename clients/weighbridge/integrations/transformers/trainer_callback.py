@@ -69,7 +69,7 @@ class PushCallback(PushHook, TrainerCallback):  # type: ignore[misc]  # transfor
         **options: Unpack[PushOptions],
     ) -> None:
         if every is not None and every < 1:
-            raise InvalidArgument(f"every={every} is no number of steps", fix="use 1 or more")
+            raise InvalidArgument(f"every={every} is not a number of steps", fix="use 1 or more")
         self.model = model
         self._every = every
         check_options(options)
@@ -127,7 +127,7 @@ class PushCallback(PushHook, TrainerCallback):  # type: ignore[misc]  # transfor
             return
         if getattr(model, "config", None) is None:
             raise FailedPrecondition(
-                f"{self.model} is not registered, and this model has no config to register it by",
+                f"{self.model} is not registered, and this model has no config to register it with",
                 fix="register it: TrainerClient(server).register_model(name, folder)",
             )
         with _saved(model, processing_class) as folder:

@@ -119,7 +119,7 @@ class _StoredCheckpoints:
         if found is None:
             raise NotFound(
                 f"there is no training state of step {step} of {_model()}",
-                fix=f"weighbridge versions {_model()}:training lists them; {local_path} was saved without {MODEL}, or it is gone",
+                fix=f"weighbridge versions {_model()}:training lists them; {local_path} was saved without {MODEL}, or was deleted",
             )
         fits = found.ranks == dist.get_world_size()
         checkpoints.restore(found.number, rank_state=fits)
@@ -212,7 +212,7 @@ def _step_of(local_path: str) -> int:
         if step is not None:
             return step
     raise InvalidArgument(
-        f"{local_path} says of no step that it is of",
+        f"{local_path} does not contain a step",
         fix="name the folder as verl does: global_step_<step>/actor",
     )
 
@@ -221,7 +221,7 @@ def _model() -> str:
     model = os.environ.get(MODEL, "")
     if not model:
         raise InvalidArgument(
-            f"{MODEL} does not say which model the checkpoints are of",
+            f"{MODEL} does not name the model of the checkpoints",
             fix=f"set it on all workers: +ray_kwargs.ray_init.runtime_env.env_vars.{MODEL}=acme/policy",
         )
     return model

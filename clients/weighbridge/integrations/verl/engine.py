@@ -150,7 +150,7 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
     def _told(self) -> Update:
         if self._update is None:
             raise FailedPrecondition(
-                "this worker was not told of an update", fix="call init_process_group first"
+                "this worker has not received an update", fix="call init_process_group first"
             )
         return self._update
 

@@ -94,7 +94,9 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
     ) -> None:
         if self._slices:
             if number is None:
-                raise FailedPrecondition("the actors' metrics do not say which version they have pushed")
+                raise FailedPrecondition(
+                    "the actors' metrics do not contain the version that they have pushed"
+                )
             await _on_each(
                 [self._bring_slices(replica, int(number), step) for replica in replicas], int(number)
             )

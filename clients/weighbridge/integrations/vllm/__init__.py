@@ -59,7 +59,7 @@ def register() -> None:
 
         release = getattr(vllm, "__version__", "of an unknown release")
         logging.getLogger(f"vllm.plugins.{__name__}").warning(
-            "weighbridge does not work in vLLM %s, which goes on without it: %s", release, error
+            "weighbridge does not work in vLLM %s, which continues without it: %s", release, error
         )
 
 

@@ -27,7 +27,7 @@ log = init_logger(f"vllm.plugins.{__name__}")
 _SPARE_BYTES = 100_000_000
 """Bytes of GPU memory, in addition to the reserved ones, that the results of one layer may occupy temporarily."""
 
-_TOO_LARGE = "what is made of it has no room where its weights were staged"
+_TOO_LARGE = "its processed weights do not fit where its weights were staged"
 
 
 class Ahead:
@@ -136,7 +136,7 @@ class Ahead:
         if missing := sorted(given - filled):
             raise Unsuitable(f"a version has nothing for {missing[0]}")
         if missing := sorted(name for name in given if full[name] not in update.staged):
-            raise Unsuitable(f"not all of it has room in the reserved memory ({missing[0]})")
+            raise Unsuitable(f"not all of it fits into the reserved memory ({missing[0]})")
         subject = Subject(
             layer,
             _method(layer),
@@ -147,7 +147,7 @@ class Ahead:
             frozenset(name for name in given if layers.is_buffer(layer, name)),
         )
         if shared := sorted(name for name, each in subject.live.items() if owners[storage_of(each)] > 1):
-            raise Unsuitable(f"another layer has its {shared[0]}, too")
+            raise Unsuitable(f"another layer shares its {shared[0]}")
         if sum(map(_nbytes, subject.live.values())) > sum(map(_nbytes, subject.loaded.values())):
             raise Unsuitable(_TOO_LARGE)
         made = self._shadows.process(subject, set(owners), self._room_bytes + _SPARE_BYTES)
@@ -175,7 +175,7 @@ class Ahead:
             self._room = torch.empty(self._room_bytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError:
             log.warning(
-                "%.1f GB for the processing of new versions are taken by something else",
+                "%.1f GB for the processing of new versions are used by something else",
                 self._room_bytes / 1e9,
             )
 

@@ -72,8 +72,10 @@ class Applier:
         missing = recording.targets.keys() - layers.names_loaded(self._model)
         if missing:
             raise FailedPrecondition(
-                counted(len(missing), "parameter that weights go to is", "parameters that weights go to are")
-                + f" not in the model any more: {', '.join(sorted(missing)[:3])}",
+                counted(
+                    len(missing), "parameter that receives weights is", "parameters that receive weights are"
+                )
+                + f" no longer in the model: {', '.join(sorted(missing)[:3])}",
                 fix="vLLM has renamed layers after loading: updates of such engines are not supported",
             )
 

@@ -98,7 +98,7 @@ async def take(ask: Ask, engines: Sequence[int], version: object) -> Problems:
     if len(took) == len(engines):
         return applied
     undone = await ask(took, UNDO)
-    back = f"it has taken version {version} back, which others have not taken"
+    back = f"it has undone version {version}, which other engines have not taken"
     return {**applied, **{each: problem or back for each, problem in undone.items()}}
 
 

@@ -33,13 +33,13 @@ def check_updatable(configuration: Any) -> None:
     if keeping:
         refuse_updates(
             f"the {' and '.join(sorted(keeping))} of --kv-transfer-config",
-            "it keeps KV blocks by their tokens alone, and vLLM cannot empty it",
-            "take a connector that vLLM empties in a pause, such as OffloadingConnector or MooncakeStoreConnector",
+            "it identifies KV blocks only by their tokens, and vLLM cannot empty it",
+            "use a connector that vLLM empties in a pause, such as OffloadingConnector or MooncakeStoreConnector",
         )
     if getattr(getattr(configuration, "ec_transfer_config", None), "ec_connector", None):
         refuse_updates(
             "an --ec-transfer-config",
-            "it brings what encoders of other engines have computed of an image, by the image alone",
+            "it loads what encoders of other engines have computed, and identifies it only by the image",
             "let the engine encode images itself",
         )
 

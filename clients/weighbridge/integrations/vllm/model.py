@@ -149,7 +149,9 @@ class VllmModel(EngineModel):
         """Tensors of layers that contain the loaded values; others are repacked, quantized or derived."""
         seen = self.applier.live(recording)
         made = sorted(self.applier.also_made(recording) & seen.keys())
-        also = dict.fromkeys(made, "it was compared, but the engine computes with something made of it, too")
+        also = dict.fromkeys(
+            made, "it was compared, but the engine also computes with a tensor that is derived from it"
+        )
         others = {
             name: why
             for name, why in unseen(self.model, recording, seen).items()
@@ -168,7 +170,7 @@ class VllmModel(EngineModel):
         gone = sorted(layers.names_loaded(self.model) - self.computed_with().keys())
         return dict.fromkeys(
             (name for name in gone if f"{name}{layers.PACKED}" not in packed),
-            "its kernel has packed it out of sight",
+            "its kernel has packed it into hidden storage",
         )
 
     def load_again(self, source: lazy.Source) -> None:
@@ -209,7 +211,7 @@ class VllmModel(EngineModel):
             share = float(not asleep and torch.cuda.memory_allocated(device) + nbytes <= usable / 2)
         elif share and asleep:
             raise FailedPrecondition(
-                "an engine that may sleep reserves no memory of the card for new versions",
+                "an engine that may sleep cannot reserve GPU memory for new versions",
                 fix="leave card_share out, or start the engine without --enable-sleep-mode",
             )
         nbytes, self._share = int(nbytes * share), share
@@ -219,7 +221,7 @@ class VllmModel(EngineModel):
         if recording is None:
             nbytes += self.applier.ahead.reserve(device)
         logger.info(
-            "%.1f GB of the card are reserved for new versions (card_share=%g)%s",
+            "%.1f GB of GPU memory are reserved for new versions (card_share=%g)%s",
             nbytes / 1e9,
             share,
             self._tokens_in(nbytes),
@@ -235,7 +237,7 @@ class VllmModel(EngineModel):
         try:
             layers, heads = model.get_num_layers(parallel), model.get_num_kv_heads(parallel)
             of_one = 2 * layers * heads * model.get_head_size() * model.dtype.itemsize
-            return f", room for some {nbytes // of_one} tokens of the KV cache"
+            return f", room for about {nbytes // of_one} tokens of the KV cache"
         except (AttributeError, TypeError, ValueError, ZeroDivisionError, NotImplementedError):
             return ""
 

@@ -128,7 +128,7 @@ def configuration(model: torch.nn.Module, given: Any) -> Any:
     found = given if isinstance(given, VllmConfig) else getattr(model, _CONFIGURATION, None)
     if found is None:
         raise FailedPrecondition(
-            "how this engine is configured is not known to weighbridge",
+            "the configuration of this engine is not known to weighbridge",
             fix="start it with --load-format weighbridge, auto or safetensors, or with vLLM 0.29 or newer",
         )
     return found
@@ -231,7 +231,7 @@ def _forget_results(core: Any) -> None:
             emptied = False
         if not emptied:
             logger.error(
-                "the cache of %s may have results of old weights: pause the engine, which empties it", what
+                "the cache of %s may contain results of old weights: pause the engine, which empties it", what
             )
 
 

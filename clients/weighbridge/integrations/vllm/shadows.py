@@ -88,7 +88,7 @@ class Shadows:
                 self._copied[layer] = self._watch(subject, live, most_bytes)
             return _run(subject, live, None, most_bytes, copied=self._copied[layer])
         except torch.OutOfMemoryError as error:
-            raise Unsuitable("there was no memory") from error
+            raise Unsuitable("there was not enough memory") from error
         except Unsuitable as error:
             self._unsuitable[layer] = str(error)
             raise
@@ -119,7 +119,7 @@ def _run(
     live = subject.live
     needed = sum(tensor.nbytes for tensor in (*live.values(), *(subject.loaded.values() if copied else ())))
     if needed > most_bytes:
-        raise Unsuitable(f"it takes {needed / 1e9:.1f} GB beside the weights")
+        raise Unsuitable(f"it takes {needed / 1e9:.1f} GB in addition to the weights")
     shadow, method = shadow_of(subject, copied=copied)
     if guard is None:
         method.process_weights_after_loading(shadow)
@@ -129,20 +129,20 @@ def _run(
     all_made, own = own_tensors(shadow), own_tensors(subject.layer)
     for name in subject.kept:
         if all_made.pop(name, None) is not own[name]:
-            raise Unsuitable(f"it makes another {name}")
+            raise Unsuitable(f"it replaces {name}")
     if all_made.keys() != live.keys():
-        raise Unsuitable(f"it makes {', '.join(sorted(all_made))} in place of {', '.join(sorted(live))}")
+        raise Unsuitable(f"it creates {', '.join(sorted(all_made))} in place of {', '.join(sorted(live))}")
     for name, tensor in all_made.items():
         if lies(tensor) != lies(live[name]) or tensor.device != live[name].device:
-            raise Unsuitable(f"{name} lies otherwise than before")
+            raise Unsuitable(f"{name} has a different memory layout than before")
         if (name in shadow._buffers) != (name in subject.layer._buffers):
-            raise Unsuitable(f"{name} is a buffer in one of them alone")
+            raise Unsuitable(f"{name} is a buffer in only one of the two layers")
     if any(storage_of(tensor) in storages - {0} for tensor in all_made.values()):
-        raise Unsuitable("it gives back a tensor that the engine computes with")
+        raise Unsuitable("it returns a tensor that the engine computes with")
     pairs = [(live[name], tensor) for name, tensor in all_made.items()]
     pairs += [(own[name], own[name]) for name in subject.kept]
     if differs := same_state((subject.layer, subject.method), (shadow, method), pairs):
-        raise Unsuitable(f"{differs} is another one afterwards")
+        raise Unsuitable(f"{differs} is a different one afterwards")
     return {name: tensor.detach() for name, tensor in all_made.items()}
 
 

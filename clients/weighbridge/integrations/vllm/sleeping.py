@@ -93,12 +93,12 @@ class Watch:
         failed = list(dict.fromkeys(each["failed"] for each in answers if each["failed"]))
         if last and any(each["owes"] for each in answers):
             raise FailedPrecondition(
-                "the engine is awake, serves no version, and stands still",
+                "the engine is awake, serves no version, and is paused",
                 fix="wake it up again, or update it to any version and resume it",
                 details=failed,
             )
         for problem in failed:
-            log.error("the wake-up does not bring the version that has waited: %s", problem)
+            log.error("the wake-up could not apply the waiting version: %s", problem)
         setattr(core, _UNSETTLED, not last)
 
     def _is_ours(self, core: Core) -> bool:
@@ -176,9 +176,7 @@ class Watch:
         def resume_scheduler(self: Any) -> Any:
             if watch._is_ours(self):
                 if asleep := self.model_executor.sleeping_tags:
-                    log.info(
-                        "%s sleeps, and the engine goes on when it wakes up", " and ".join(sorted(asleep))
-                    )
+                    log.info("%s sleeps; the engine continues when it wakes up", " and ".join(sorted(asleep)))
                     return None
                 if getattr(self, _UNSETTLED, False):
                     watch.settle(self, last=True)

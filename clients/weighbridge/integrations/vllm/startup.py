@@ -143,7 +143,7 @@ def _take_drafter(arguments: Any, settings: Settings) -> None:
         )
     if int(getattr(arguments, "pipeline_parallel_size", 1) or 1) > 1:
         raise InvalidArgument(
-            f"draft of load format weighbridge is {settings.draft}, and of pipeline stages only the last one has the drafter",
+            f"draft of load format weighbridge is {settings.draft}, but only the last pipeline stage has the drafter",
             fix="start the engine without pipeline stages, or leave draft out",
         )
     named = str(said.get("model") or of.model)

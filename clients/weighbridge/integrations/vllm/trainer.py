@@ -248,8 +248,8 @@ def _those_that_push(info: WeighbridgeTrainerInitInfo) -> Ranks | None:
     found = ProcessGroup(info.group)
     if found.size != info.ranks:
         raise InvalidArgument(
-            f"the group has {found.size} ranks, and {info.ranks} push",
-            fix=f"group=torch.distributed.new_group(RANKS, backend='gloo'), made on all ranks, of the {info.ranks} that push",
+            f"the group has {found.size} ranks, but {info.ranks} ranks push",
+            fix=f"group=torch.distributed.new_group(RANKS, backend='gloo'), created on all ranks, with the {info.ranks} that push",
         )
     return found
 

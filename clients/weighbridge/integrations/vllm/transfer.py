@@ -145,7 +145,7 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
             FailedPrecondition: always.
         """
         raise FailedPrecondition(
-            "trainers do not send weights to engines by this backend", fix="push them to the service"
+            "trainers do not send weights to engines with this backend", fix="push them to the service"
         )
 
 

@@ -38,7 +38,7 @@ def check_wrapped(model: Any) -> None:
         if "MoE" in type(wrapper).__name__:
             raise FailedPrecondition(
                 f"{name}: vLLM has wrapped experts for LoRA, and updates of such engines are not supported",
-                fix="start the engine with --lora-target-modules that are no experts, or again on the new version",
+                fix="start the engine with --lora-target-modules that are not experts, or start it again from the new version",
             )
 
 

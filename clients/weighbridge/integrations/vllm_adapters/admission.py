@@ -227,7 +227,7 @@ class Admission:
         found = AdapterVersion.of(version)
         if found is None:
             raise InvalidArgument(
-                f"{name} is a whole model and no adapter", fix="ask an engine that serves it"
+                f"{name} is a whole model, not an adapter", fix="ask an engine that serves it"
             )
         state, now, files = await asyncio.gather(
             self.engine_state(),
@@ -270,7 +270,7 @@ class Admission:
                 if each["base"]:
                     raise FailedPrecondition(each["base"])
                 if each["failed"]:
-                    raise InvalidArgument(f"vLLM does not load {version.name}: {each['failed']}")
+                    raise InvalidArgument(f"vLLM cannot load {version.name}: {each['failed']}")
             return order
         raise AssertionError("numbers end")
 
@@ -287,7 +287,7 @@ class Admission:
             )
         except Exception as error:
             raise FailedPrecondition(
-                f"an engine does not answer for its adapters: {error}",
+                f"an engine did not answer a call about adapters: {error}",
                 fix="set WEIGHBRIDGE_ADAPTERS in the environment of all engines, too, and serve adapters with vLLM 0.32",
             ) from error
 

@@ -45,7 +45,9 @@ def install(core: Any) -> None:
         hasattr(core, each)
         for each in ("add_request", "collective_rpc", "wake_up", "list_loras", "remove_lora")
     ):
-        raise FailedPrecondition("the core of this vLLM is not known", fix="serve adapters with vLLM 0.32")
+        raise FailedPrecondition(
+            "the engine core of this vLLM is not known", fix="serve adapters with vLLM 0.32"
+        )
     setattr(core, _MARK, True)
     add, call, wake = core.add_request, core.collective_rpc, core.wake_up
 
@@ -127,7 +129,7 @@ class Guard:
             "failed": "",
         }
         if self._core.model_executor.is_sleeping:  # its memory may be unmapped
-            return {**found, "asleep": f"the engine sleeps, and does not load {name}"}
+            return {**found, "asleep": f"the engine sleeps, and cannot load {name}"}
         other = self._names.setdefault(number, name)
         if other != name:
             found["taken"] = other

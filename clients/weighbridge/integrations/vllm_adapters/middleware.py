@@ -44,7 +44,7 @@ class Adapters:
         settings = AdapterSettings.of(os.environ)
         if settings is None:
             raise InvalidArgument(
-                f"{VARIABLE} does not say which adapters this server serves",
+                f"{VARIABLE} does not name the adapters that this server serves",
                 fix=f"set it in the environment of vLLM, as in {VARIABLE}='acme/*'",
             )
         behind: Any = app
@@ -122,7 +122,8 @@ class Resolving:
         name, unload = said.get("model"), said.get("unload", False)
         if not isinstance(name, str) or not isinstance(unload, bool):
             raise InvalidArgument(
-                "the body is no order", fix='send {"model": "acme/alice@live"}, or "unload": true beside it'
+                "the body is not a valid order",
+                fix='send {"model": "acme/alice@live"}, or add "unload": true',
             )
         named = admission.names_adapter(name)
         if named is None:

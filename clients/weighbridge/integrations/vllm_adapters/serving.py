@@ -61,14 +61,16 @@ class EngineState:
     @property
     def can(self) -> str:
         """Description of the adapters that this engine supports."""
-        return f"this engine takes LoRA and rsLoRA of rank up to {self.max_rank} on {', '.join(self.modules)}"
+        return (
+            f"this engine supports LoRA and rsLoRA of rank up to {self.max_rank} on {', '.join(self.modules)}"
+        )
 
 
 def config_problems(config: Mapping[str, Any], engine: EngineState) -> list[str]:
     """Reasons why an engine cannot serve an adapter with this config; empty if it can."""
     kind = str(config.get("peft_type", "LORA"))
     if kind.upper() != "LORA":
-        return [f"it is an adapter of type {kind}, and vLLM takes LoRA alone"]
+        return [f"it is an adapter of type {kind}, and vLLM supports only LoRA"]
     found = [
         f"it has {what}" + ("" if key in _NEVER else ", which this release of vLLM does not read")
         for key, what in _CHANGES
@@ -78,10 +80,10 @@ def config_problems(config: Mapping[str, Any], engine: EngineState) -> list[str]
         found.append(f"it has biases (bias={config['bias']!r})")
     begun = config.get("init_lora_weights", True)
     if isinstance(begun, str) and begun.lower() not in _KEEPS_BASE:
-        found.append(f"it was begun by {begun}, which changes the weights of the base")
+        found.append(f"it was initialised by {begun}, which changes the weights of the base")
     others = [each for each in config.get("target_parameters") or () if "experts" not in str(each)]
     if others:
-        found.append(f"it changes parameters ({', '.join(map(str, others[:3]))}), and not modules")
+        found.append(f"it changes parameters ({', '.join(map(str, others[:3]))}), not modules")
     ranks = [config.get("r"), *dict(config.get("rank_pattern") or {}).values()]
     wrong = [each for each in ranks if type(each) is not int or each < 1]
     if wrong:
@@ -108,9 +110,11 @@ def tensor_problems(names: Iterable[str], modules: Collection[str]) -> list[str]
             unfit.add(parts[at - 1])
     found = []
     if others:
-        found.append(f"{counted(len(others), 'tensor is', 'tensors are')} not of LoRA, such as {min(others)}")
+        found.append(
+            f"{counted(len(others), 'tensor does', 'tensors do')} not belong to LoRA, such as {min(others)}"
+        )
     if unfit:
-        found.append(f"this engine puts no LoRA on {', '.join(sorted(unfit))}")
+        found.append(f"this engine does not support LoRA on {', '.join(sorted(unfit))}")
     return found
 
 
@@ -165,7 +169,7 @@ def base_problem(
     if now is None:
         return ""
     if now.created_ms and engine.created_ms and now.created_ms != engine.created_ms:
-        return f"{name} is on {base}, and this engine serves another {base}, which was deleted: the number was given again"
+        return f"{name} is on {base}, and this engine serves a different {base}, which was deleted: the number was reused"
     if now.digest and digest and now.digest != digest:
-        return f"{name} is on {base} with the digest {digest[:12]}, and this engine serves another {base}, with the digest {now.digest[:12]}"
+        return f"{name} is on {base} with the digest {digest[:12]}, and this engine serves a different {base}, with the digest {now.digest[:12]}"
     return ""

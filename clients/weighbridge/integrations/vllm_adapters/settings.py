@@ -56,7 +56,7 @@ class AdapterSettings:
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if not value >= least:
-                raise InvalidArgument(f"{name} of {VARIABLE} is {value!r}, not a number from {least} on")
+                raise InvalidArgument(f"{name} of {VARIABLE} is {value!r}, not a number of at least {least}")
 
     @staticmethod
     def read(text: str) -> AdapterSettings:
@@ -70,7 +70,7 @@ class AdapterSettings:
         try:
             said = json.loads(text)
         except ValueError as error:
-            raise InvalidArgument(f"{VARIABLE} is no JSON: {error}", fix=_LIKE) from error
+            raise InvalidArgument(f"{VARIABLE} is not JSON: {error}", fix=_LIKE) from error
         patterns = said.pop("patterns", ())
         if isinstance(patterns, str):
             patterns = _patterns(patterns)

@@ -64,7 +64,7 @@ def state_of(worker: Any) -> dict[str, Any]:
     try:
         return asdict(_state(worker))
     except Exception as error:
-        return asdict(EngineState(why=f"a worker does not say: {error!r}"))
+        return asdict(EngineState(why=f"a worker did not report its state: {error!r}"))
 
 
 def load_adapter(worker: Any, order: Mapping[str, Any]) -> str:
