@@ -88,7 +88,7 @@ class StoredAdapter:
                 wrong.append(f"{name}: {scale:g}, and the model has {module.alpha / module.rank:g}")
         if wrong:
             raise LayoutError(
-                f"{self.name} has another scale than the model's adapter in {counted(len(wrong), 'layer')}",
+                f"{self.name} differs in scale from the model's adapter in {counted(len(wrong), 'layer')}",
                 details=first_lines(wrong),
                 fix="give the model's adapter the version's lora_alpha",
             )

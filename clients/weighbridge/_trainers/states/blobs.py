@@ -38,7 +38,7 @@ def encode(values: Mapping[str, Any]) -> torch.Tensor:
     prepared = {name: _prepared(value, name) for name, value in values.items()}
     if not _loads(_without_data(prepared)):
         found = (_refused(value, name) for name, value in prepared.items())
-        refused = next(filter(None, found), "the values together are an object")
+        refused = next(filter(None, found), "the combination of the values")
         raise InvalidArgument(f"{refused}, which torch.load(weights_only=True) refuses", fix=_FIX)
     written = io.BytesIO()
     torch.save(prepared, written)

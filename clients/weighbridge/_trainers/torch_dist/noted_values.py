@@ -61,6 +61,6 @@ def read_value(folder: Path, entry: Item | None) -> Any:
     with open_file(folder, COMMON_FILE if entry is None else entry.file) as (fd, size):
         begin, length = (0, size) if entry is None else (entry.offset, entry.length)
         if begin + length > size:
-            raise DataLoss("the file ends inside it")
+            raise DataLoss("the file ends inside the value")
         data = Archive(fd, begin, length, _MOST_DIRECTORY).pickle(_MOST_BYTES)
     return read_pickle(data, None, COMMON_FILE)

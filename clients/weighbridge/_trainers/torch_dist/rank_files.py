@@ -350,7 +350,7 @@ def _of_dtensor(shape: tuple[int, ...], state: Any, most: int) -> Iterator[_Piec
     if extent != local.shape:
         raise DataLoss(f"its local tensor is {list(local.shape)}, and by its placements it is {list(extent)}")
     if any(len(of_axis) > 1 for of_axis in runs[1:]):
-        raise LayoutError("a rank's part of it is not contiguous, along another axis than the first")
+        raise LayoutError("a rank's part of it is not contiguous along an axis other than the first")
     row = math.prod(extent[1:])
     for box, where in boxes_of(runs):
         yield _Piece(box, local, where[0].start * row if where else 0)
