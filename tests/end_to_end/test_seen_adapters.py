@@ -192,9 +192,9 @@ def test_what_a_base_cannot_be_deleted_for_is_counted_and_not_named(tmp_path: Pa
     with tenants_of(tmp_path) as tenants:
         refused = tenants.ask("owner", "DELETE", f"/v1/models/{BASE}/versions/1")
         assert refused.status_code == 409
-        assert "2 adapters that you may not look at" in refused.text
+        assert "2 adapters that you may not see" in refused.text
         refused = tenants.ask("owner", "DELETE", f"/v1/models/{BASE}?confirm={BASE}")
-        assert "adapters that you may not look at" in refused.text
+        assert "adapters that you may not see" in refused.text
         assert not any(each in refused.text for each in (ALICE, BOB))
         with tenants.client("owner") as owner, pytest.raises(FailedPrecondition) as error:
             owner.delete_version(BASE, 1)

@@ -116,7 +116,7 @@ class BlockCache:
         if budget < FEWEST_BLOCKS * block:
             raise InvalidArgument(
                 f"a read cache of {budget} bytes is too small",
-                fix=f"give it at least {FEWEST_BLOCKS * block}",
+                fix=f"use a budget of at least {FEWEST_BLOCKS * block} bytes",
             )
         self._folder = folder
         self._block = block
@@ -331,7 +331,7 @@ class BlockCache:
         if not agrees:
             raise DataLoss(
                 f"{part.name} in {file} of {files.title} does not agree with its digest",
-                fix="try again; if it stays so, the store has lost bytes: `weighbridge verify` says which",
+                fix="try again; if it fails again, the store has lost bytes: `weighbridge verify` reports which",
             )
 
 

@@ -106,6 +106,6 @@ def check_holes(folder: Path) -> None:
         if error.errno not in _CANNOT:
             raise error_for(error, f"writing a cache file in {folder}") from error
         raise FailedPrecondition(
-            f"the file system of {folder} cannot make holes in files, which a cache of bounded size needs",
-            fix="name another --scratch: ext4, XFS, Btrfs and tmpfs can",
+            f"the file system of {folder} does not support sparse files, which a cache of bounded size needs",
+            fix="use a --scratch folder on ext4, XFS, Btrfs or tmpfs",
         ) from error

@@ -81,14 +81,14 @@ class ModelName:
         for what, part in (("namespace", self.namespace), ("name", self.name)):
             if not _is(_MODEL_PART, part):
                 raise InvalidArgument(
-                    f"{shown(part)} cannot be the {what} of a model",
+                    f"{shown(part)} is not a valid {what} of a model",
                     fix="use 1 to 96 letters, digits, '-', '_' or '.', not starting or ending with '-' or '.', "
                     "without '--' or '..', not ending with '.git'",
                 )
         if self.part not in ("", TRAINING):
             raise InvalidArgument(
-                f"{shown(self.part)} is no part of a model",
-                fix=f"the one that a model may have is {self.namespace}/{self.name}:{TRAINING}",
+                f"{shown(self.part)} is not a part of a model",
+                fix=f"the only part that a model may have is {self.namespace}/{self.name}:{TRAINING}",
             )
 
     @staticmethod
@@ -100,13 +100,13 @@ class ModelName:
         """
         if not _is(_TWO_PARTS, text):
             raise InvalidArgument(
-                f"{shown(text)} is no model name", fix="write it as namespace/name, e.g. acme/smol"
+                f"{shown(text)} is not a model name", fix="write it as namespace/name, e.g. acme/smol"
             )
         namespace, second = text.split("/")
         name, colon, part = second.partition(":")
         if colon and not part:
             raise InvalidArgument(
-                f"{shown(text)} names no part of the model", fix=f"write {namespace}/{name}"
+                f"{shown(text)} does not name a part of the model", fix=f"write {namespace}/{name}"
             )
         return ModelName(namespace, name, part)
 
@@ -184,7 +184,7 @@ def signature_key(model: ModelName, number: int, digest: str) -> str:
         InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`, or ``digest`` is not a SHA-256.
     """
     if not _is(_SHA256, digest):
-        raise InvalidArgument(f"{shown(digest)} is no SHA-256 of a signature")
+        raise InvalidArgument(f"{shown(digest)} is not the SHA-256 of a signature")
     return f"{signatures_prefix(model, number)}{digest}.sig"
 
 
@@ -221,7 +221,9 @@ def numbered_key(model: ModelName, key: str) -> tuple[str, int] | None:
 
 def _numbered_prefix(model: ModelName, folder: str, number: int) -> str:
     if not 1 <= number <= MAX_VERSION:
-        raise InvalidArgument(f"{shown(number)} is no version number", fix=f"versions are 1 to {MAX_VERSION}")
+        raise InvalidArgument(
+            f"{shown(number)} is not a version number", fix=f"versions are 1 to {MAX_VERSION}"
+        )
     return f"{model.prefix}{folder}/{number:012d}/"
 
 
@@ -314,7 +316,7 @@ def node_name(generation: int, digest: str) -> str:
 def check_node_name(name: str) -> str:
     """Returns ``name`` if a node of a model's history may have it. Otherwise raises InvalidArgument."""
     if not _is(_NODE, name):
-        raise InvalidArgument(f"{shown(name)} cannot name a node of a history")
+        raise InvalidArgument(f"{shown(name)} is not a valid name of a history node")
     return name
 
 
@@ -356,17 +358,17 @@ def check_ref_name(name: str) -> str:
     """
     if not _is(_REF, name):
         raise InvalidArgument(
-            f"{shown(name)} cannot name a ref",
+            f"{shown(name)} is not a valid ref name",
             fix="use 1 to 64 letters, digits, '-', '_' or '.', not starting with '-' or '.'",
         )
     if name.isdigit():
         raise InvalidArgument(
-            f"{shown(name)} cannot name a ref: it reads like a version number",
+            f"{shown(name)} is not a valid ref name: it looks like a version number",
             fix=f"add a letter, e.g. v{name}",
         )
     if name in RESERVED_REFS:
         raise InvalidArgument(
-            f"the ref {name!r} moves by itself, as versions become visible",
+            f"the ref {name!r} moves automatically as versions become visible",
             fix="give the version a tag, such as prod, and let engines follow that",
         )
     return name
@@ -376,7 +378,7 @@ def check_request_id(request_id: str) -> str:
     """Returns ``request_id`` if it consists of 1 to 64 letters, digits, ``-`` or ``_``. Otherwise raises InvalidArgument."""
     if not _is(_REQUEST, request_id):
         raise InvalidArgument(
-            f"{shown(request_id)} cannot name a request",
+            f"{shown(request_id)} is not a valid request ID",
             fix="use 1 to 64 letters, digits, '-' or '_', such as a UUID",
         )
     return request_id
@@ -390,7 +392,7 @@ def check_component(name: str) -> str:
     """
     if not is_component(name):
         raise InvalidArgument(
-            f"{shown(name)} cannot name a file",
+            f"{shown(name)} is not a valid file name",
             fix="use 1 to 128 letters, digits, '-', '_' or '.', not starting with '-' or '.', and no folders",
         )
     return name
@@ -403,7 +405,7 @@ def check_version_file_name(name: str) -> str:
         InvalidArgument: it is malformed, or a component starts with ``-`` or ``.``.
     """
     if not is_file_name(name):
-        raise InvalidArgument(f"{shown(name)} cannot name a file", fix=f"use {ALLOWED}")
+        raise InvalidArgument(f"{shown(name)} is not a valid file name", fix=f"use {ALLOWED}")
     return name
 
 
@@ -414,7 +416,7 @@ def check_files_id(files_id: str) -> str:
         InvalidArgument: it is malformed.
     """
     if files_id and not is_component(files_id):
-        raise InvalidArgument(f"files_id is {shown(files_id)}, which cannot name a folder")
+        raise InvalidArgument(f"files_id is {shown(files_id)}, which is not a valid folder name")
     return files_id
 
 
@@ -432,7 +434,7 @@ def check_file_name(name: str) -> str:
         or lowered.endswith((".safetensors", ".safetensors.index.json", BLOCKS_SUFFIX))
     ):
         raise InvalidArgument(
-            f"{shown(name)} cannot come with a model: the service writes it", fix="leave this file out"
+            f"{shown(name)} cannot be pushed with a model: the service writes it", fix="leave this file out"
         )
     return name
 
@@ -447,5 +449,5 @@ def check_file_names(names: Collection[str]) -> None:
         check_file_name(name)
     for name in folders_of(names) & set(names):
         raise InvalidArgument(
-            f"{name} is a file, and a folder that another file lies in", fix="rename one of them"
+            f"{name} is both a file and a folder that contains another file", fix="rename one of them"
         )

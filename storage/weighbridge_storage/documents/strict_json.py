@@ -74,7 +74,7 @@ class Fields:
 
     def __init__(self, value: object, where: str) -> None:
         if not isinstance(value, dict):
-            raise DataLoss(f"{where} is {shown(value)} where an object should be")
+            raise DataLoss(f"{where} is {shown(value)}, not an object")
         self._rest: dict[str, Any] = dict(value)
         self.where = where
 
@@ -149,7 +149,7 @@ class Fields:
         names = self.texts("requires")
         if lacking := sorted(set(names) - known):
             raise FailedPrecondition(
-                f"{self.where} requires {', '.join(map(shown, lacking[:5]))}, which this Weighbridge does not have",
+                f"{self.where} requires {', '.join(map(shown, lacking[:5]))}, which this Weighbridge does not support",
                 fix="use a newer Weighbridge",
             )
         return names
@@ -179,7 +179,7 @@ class Fields:
         return value
 
     def _wrong(self, name: str, value: object, expected: str) -> NoReturn:
-        raise DataLoss(f"{self.where} has {name!r} = {shown(value)} where {expected} should be")
+        raise DataLoss(f"{self.where} has {name!r} = {shown(value)}, not {expected}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -197,4 +197,4 @@ def _finite(text: str) -> float:
 
 
 def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON number")
+    raise ValueError(f"{text} is not a JSON number")

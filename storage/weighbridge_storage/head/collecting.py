@@ -177,7 +177,7 @@ class _Run:
         nodes: dict[str, int] = {}
         for key in self.store.list(self.model.prefix):
             if self.stopping():
-                raise Unavailable(f"collecting {self.model} was broken off", fix="collect again")
+                raise Unavailable(f"the collection of {self.model} was interrupted", fix="collect again")
             place, node = numbered_key(self.model, key), node_of_key(self.model, key)
             if node is not None:
                 nodes[node[0]] = node[1]

@@ -187,7 +187,7 @@ class Head:
         self._check_deletion()
         places = [(pin.version, pin.adapter) for pin in self.pins]
         if places != sorted({*places}) or any(number >= self.next_version for number, _ in places):
-            raise InvalidArgument("pins are not in order, or of a version that there never was")
+            raise InvalidArgument("pins are out of order, or name a version that never existed")
 
     @property
     def deleted(self) -> bool:
@@ -280,7 +280,7 @@ class Head:
         for number, state in states.items():
             if number >= self.next_version:
                 raise InvalidArgument(
-                    f"version {number} is {state}, and {self.next_version} is to be the next"
+                    f"version {number} is {state}, but the next version is {self.next_version}"
                 )
 
     def _check_deletion(self) -> None:
@@ -290,10 +290,10 @@ class Head:
         first = min((*self.recent, *self.removed, *self.open, *self.failed), default=self.first_version)
         if self.deletion.below > self.next_version or first < self.first_version:
             raise InvalidArgument(
-                f"version {first} is there, and the model was deleted below {self.first_version}"
+                f"version {first} exists, but the model was deleted below {self.first_version}"
             )
         if self.deleted and (self.next_version > self.first_version or self.root is not None):
-            raise InvalidArgument("the model is deleted, and has versions")
+            raise InvalidArgument("the model is deleted, but has versions")
 
     def _check_refs(self) -> None:
         for name, ref in self.refs.items():
@@ -301,7 +301,7 @@ class Head:
                 check_ref_name(name)
             there = self.recent.get(ref.version)
             if there.retired if there is not None else not self.in_tree(ref.version):
-                raise InvalidArgument(f"ref {name} names version {shown(ref.version)}, which is not there")
+                raise InvalidArgument(f"ref {name} names version {shown(ref.version)}, which does not exist")
         released = [number for number, entry in self.recent.items() if entry.released]
         # ``latest`` once named the versions in the tree that are not held, even if they are retired now
         published = self.root is not None and self.root.durable > self.root.held

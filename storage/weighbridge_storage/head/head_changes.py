@@ -140,7 +140,7 @@ def delete_versions(
     for number in gone.keys() & set(refs.values()):
         names = sorted(name for name, other in refs.items() if other == number)
         raise FailedPrecondition(
-            f"version {number} is what {', '.join(names[:5])} names",
+            f"version {number} is the target of {', '.join(names[:5])}",
             fix="publish a newer version first"
             if REF_LATEST in names
             else f"move the ref first, or delete it: weighbridge tag {model} {names[0]} --delete",
@@ -148,14 +148,14 @@ def delete_versions(
     for ref, number in head.requested(retired_ms).items():
         if number in gone:
             raise FailedPrecondition(
-                f"version {number} is what {ref} is asked to name",
+                f"a pending request asks to move {ref} to version {number}",
                 fix="approve or withdraw the request first",
             )
     for number in sorted(gone if not forced else ()):
         if adapters := pinned_by(head, number):
             raise FailedPrecondition(
                 f"version {number} is the base of {adapters_text(adapters, sees)}",
-                fix="delete the adapters' versions first, and collect; or delete it anyway with --force: they cannot be loaded by it any more",
+                fix="delete the adapters' versions first, and collect; or delete it anyway with --force: they can no longer be loaded with it",
             )
     return replace(
         head,
@@ -214,13 +214,13 @@ def delete_model(
     if head.protected:
         raise FailedPrecondition(
             f"refs of the model are protected: {', '.join(sorted(head.protected)[:5])}",
-            fix="protect them no longer first, which takes what it takes to move them: weighbridge gate MODEL --unprotect REF",
+            fix="remove their protection first, which needs the same approvals as moving them: weighbridge gate MODEL --unprotect REF",
         )
     if head.pins and not forced:
         adapters = sorted({pin.adapter for pin in head.pins})
         raise FailedPrecondition(
             f"versions of the model are the base of {adapters_text(adapters, sees)}",
-            fix="delete these adapters first, and collect the model; or delete it anyway with --force: they cannot be loaded by it any more",
+            fix="delete these adapters first, and collect the model; or delete it anyway with --force: they can no longer be loaded with it",
         )
     if head.open:
         numbers = ", ".join(map(str, sorted(head.open)[:5]))

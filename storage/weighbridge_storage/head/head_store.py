@@ -238,7 +238,7 @@ class HeadStore:
                     case "written":
                         return results[landed.pop()]
                     case "unknown" if moved:
-                        raise _unknown(model, "it was changed too often meanwhile")
+                        raise _unknown(model, "it was changed too often in the meantime")
                     case "conflict":
                         doubtful = unsure = False
                 seen = now.generation
@@ -247,7 +247,7 @@ class HeadStore:
                 if stuck:
                     raise (_unknown(model, failure.message) if unsure else failure) from failure
                 raise Conflict(
-                    f"other writers of {model} were faster for {self._patience_s:g} s", fix="try again"
+                    f"other writers kept changing {model} for {self._patience_s:g} s", fix="try again"
                 ) from failure
             attempt += 1
 

@@ -180,5 +180,5 @@ def _from_json(data: bytes, ref: NodeRef, where: str) -> Node:
         raise DataLoss(f"{where} has entries outside of its range")
     summary = node.reference(ref.name) if numbers else None
     if summary != replace(ref, extra={}):
-        raise DataLoss(f"{where} is not what refers to it says")
+        raise DataLoss(f"{where} does not match the reference to it")
     return node

@@ -181,7 +181,7 @@ def _start(number: int, level: int) -> int:
 def _leaf(ref: NodeRef, load: Load) -> Leaf:
     node = load(ref)
     if isinstance(node, Inner):
-        raise TypeError(f"{ref.name} is no leaf")
+        raise TypeError(f"{ref.name} is not a leaf")
     return node
 
 

@@ -102,7 +102,7 @@ def open_version(head: Head, asked: Asked, now_ms: int) -> tuple[Head, OpenEntry
             return (head if entry == there else replace(head, open={**head.open, entry.number: entry})), entry
     number = max(head.next_version, asked.at_least)
     if number > MAX_VERSION:
-        raise ResourceExhausted(f"all version numbers up to {MAX_VERSION} have been given")
+        raise ResourceExhausted(f"all version numbers up to {MAX_VERSION} are taken")
     if len(head.open) >= MAX_OPEN:
         raise ResourceExhausted(
             counted(len(head.open), "version of the model is", "versions of the model are")
@@ -172,9 +172,9 @@ def check_same_metadata(number: int, there: Metadata, asked: Metadata) -> None:
     differing = [key for key in sorted(there.keys() | asked.keys()) if there.get(key) != asked.get(key)]
     if there and asked and differing:
         raise InvalidArgument(
-            f"two ranks give version {number} different metadata",
+            f"two ranks pass different metadata for version {number}",
             details=[f"{key}: {shown(there.get(key))} and {shown(asked.get(key))}" for key in differing],
-            fix="all ranks of a push give the same metadata, or only one of them gives any",
+            fix="pass the same metadata on all ranks of a push, or on one rank only",
         )
 
 
@@ -193,7 +193,7 @@ def claim_version(head: Head, number: int, claim: str, holder: str = "") -> Head
     """
     there = still_open(head, number)
     if there.claim not in ("", claim):
-        raise AlreadyExists(f"version {number} is being written by others", fix="push the step again")
+        raise AlreadyExists(f"version {number} is being written by another writer", fix="push the step again")
     claimed = replace(there, claim=claim, holder=holder or there.holder)
     return head if claimed == there else replace(head, open={**head.open, number: claimed})
 
@@ -252,7 +252,7 @@ def give_up_abandoned(head: Head, now_ms: int) -> Head:
     """Close the open versions that were not renewed in time."""
     for number, entry in head.open.items():
         if entry.until_ms < now_ms:
-            head = give_up_version(head, number, "it was abandoned: nothing more was heard of it", now_ms)
+            head = give_up_version(head, number, "it was abandoned: no replica renewed it in time", now_ms)
     return head
 
 

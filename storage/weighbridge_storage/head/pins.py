@@ -51,12 +51,12 @@ def pin(history: History, asked: PinEntry, most: int) -> Head:
         return head
     if history.durable(asked.version) is None:
         raise NotFound(
-            f"version {asked.version} is not there, on which {asked.adapter} is to be",
-            fix="push on another base",
+            f"version {asked.version}, the base of {asked.adapter}, does not exist",
+            fix="push on a different base",
         )
     if there is None and sum(each.by == asked.by for each in others) >= most:
         raise ResourceExhausted(
-            f"{asked.by or 'those without a name'} may have adapters on {counted(most, 'version')} of this model, each adapter counted apart",
+            f"{asked.by or 'callers without a name'} may have adapters on {counted(most, 'version')} of this model; each adapter counts separately",
             fix="delete adapters that are not needed any more, and collect the base; or let the service's policy give more `adapters`",
         )
     now = asked if there is None else replace(there, doubt="")
@@ -102,7 +102,7 @@ def adapters_text(adapters: Collection[str], sees: Callable[[str], bool]) -> str
     """Text about adapters for an error: the names of some that the caller ``sees``, and the number of the others."""
     known = [each for each in adapters if sees(each)]
     hidden = len(adapters) - len(known)
-    others = [counted(hidden, "adapter") + " that you may not look at"] if hidden else []
+    others = [counted(hidden, "adapter") + " that you may not see"] if hidden else []
     return " and ".join([*([named(known, _NAMED)] if known else []), *others])
 
 

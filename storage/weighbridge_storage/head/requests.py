@@ -157,7 +157,7 @@ def ask(
     if there is not None:
         if _meaning(there) != _meaning(wanted):
             raise AlreadyExists(
-                f"another request is named {shown(there.request_id)}", fix="name each request anew"
+                f"another request is named {shown(there.request_id)}", fix="give each request its own ID"
             )
         _check_pending(head, there, REQUEST_DONE)
         return head, there
@@ -176,8 +176,8 @@ def ask(
     _check_proven(asker)
     if not may_wait:
         raise FailedPrecondition(
-            f"the ref {ref} is protected: a change takes the approval of {_others(protection.approvals)}",
-            fix="ask for it: weighbridge tag MODEL@VERSION REF, or Client.request_ref",
+            f"the ref {ref} is protected: a change needs the approval of {_others(protection.approvals)}",
+            fix="request it: weighbridge tag MODEL@VERSION REF, or Client.request_ref",
         )
     return _with(head, wanted), wanted
 
@@ -219,15 +219,15 @@ def approve_request(
     _check_proven(asker)
     if there.by == asker.name:
         raise PermissionDenied(
-            f"{asker.name} has asked for this, and cannot approve it", fix="have another identity approve it"
+            f"{asker.name} made this request and cannot approve it", fix="have another identity approve it"
         )
     _check_pending(head, there, REQUEST_DONE)
     if not there.pending:
         return head, there
     if not standing.asks(there.by):
         raise FailedPrecondition(
-            f"{there.by} has asked for this, and has no scope any longer that names the ref {ref}",
-            fix="have an identity that has one request it: weighbridge tag MODEL@VERSION REF",
+            f"{there.by} made this request, and no longer has a scope that names the ref {ref}",
+            fix="have an identity with such a scope request it: weighbridge tag MODEL@VERSION REF",
         )
     if all(each.by != asker.name for each in there.approvals):
         there = replace(there, approvals=(*there.approvals, Approval(asker.name, now_ms, note)))
@@ -281,7 +281,7 @@ def protect(head: Head, wanted: RequestEntry, approvals: int, asker: Asker) -> H
     if there is not None and there.approvals > approvals:
         raise FailedPrecondition(
             f"the ref {wanted.ref} is protected by {there.approvals} approvals, which cannot be lowered to {approvals}",
-            fix="protect it no longer first: weighbridge gate MODEL --unprotect REF",
+            fix="remove its protection first: weighbridge gate MODEL --unprotect REF",
         )
     if there is None and len(head.protected) >= MAX_PROTECTED:
         raise ResourceExhausted(
@@ -327,7 +327,7 @@ def _effect(history: History, request: RequestEntry) -> Head:
         left = {name: each for name, each in head.protected.items() if name != request.ref}
         return replace(head, protected=left)
     raise FailedPrecondition(
-        f"the request {request.request_id} asks to {shown(request.action)}, which is not known here",
+        f"the request {request.request_id} asks to {shown(request.action)}, which this Weighbridge does not know",
         fix="use a newer Weighbridge",
     )
 
@@ -388,7 +388,7 @@ def _check_pending(head: Head, request: RequestEntry, also: str) -> None:
         state = f"was carried out{by}"
     raise FailedPrecondition(
         f"the request {request.request_id} for {request.ref} {state}{_instead(head, request.ref)}",
-        fix="look at what is asked for now: weighbridge show MODEL",
+        fix="list the pending requests: weighbridge show MODEL",
     )
 
 
@@ -409,7 +409,7 @@ def _check_proven(asker: Asker) -> None:
     if not asker.proven:
         raise FailedPrecondition(
             "the caller is not identified, so it cannot be distinguished from a second identity",
-            fix="start the service with identities (weighbridge serve --policy), and show a token or a certificate",
+            fix="start the service with identities (weighbridge serve --policy), and present a token or a certificate",
         )
 
 

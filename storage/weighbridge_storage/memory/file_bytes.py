@@ -231,8 +231,8 @@ def unreadable(error: OSError | EOFError, name: str, title: str, where: str) -> 
     what = f"reading {name} of {title}"
     if isinstance(error, EOFError):
         return DataLoss(
-            f"{what} failed: {where} is shorter than the manifest says, {error}",
-            fix=f"`weighbridge verify {title}` says what is left of it; restore the file from a backup",
+            f"{what} failed: {where} is shorter than the manifest records, {error}",
+            fix=f"`weighbridge verify {title}` reports what is left of it; restore the file from a backup",
             worth_retrying=0.0,
         )
     found = error_for(error, what)

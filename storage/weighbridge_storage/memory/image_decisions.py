@@ -184,4 +184,4 @@ def more_memory(nbytes: int, memory: Space) -> str:
     if nbytes <= memory.most:
         return f"serve with --memory-budget {-(-nbytes >> 20)}MiB or more"
     missing = readable_size(nbytes - memory.most)
-    return f"let the service have {missing} more memory (`weighbridge doctor` says what limits it)"
+    return f"let the service have {missing} more memory (`weighbridge doctor` reports what limits it)"

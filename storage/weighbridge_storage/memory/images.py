@@ -192,7 +192,7 @@ class Image:
     def _live(self) -> Region:
         region = self._region
         if region is None:
-            raise FailedPrecondition("the image was given back to the pool")
+            raise FailedPrecondition("the image was returned to the pool")
         return region
 
     def _cut(self, whole: ByteArray) -> Mapping[str, ByteArray]:

@@ -61,7 +61,7 @@ def differs(what: str, file: str, title: str) -> DataLoss:
     named = f"{file} of {title}" if what == file else f"{what} in {file} of {title}"
     return DataLoss(
         f"{named} does not agree with its digest",
-        fix=f"`weighbridge verify {title}` reads all of it again; if it stays so, the store has lost bytes: restore the file from a backup",
+        fix=f"`weighbridge verify {title}` reads all of it again; if it fails again, the store has lost bytes: restore the file from a backup",
         worth_retrying=0.0,
     )
 

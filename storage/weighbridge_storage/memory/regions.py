@@ -56,7 +56,7 @@ class _PlainPages:
         if not self._told:
             self._told = True
             log.warning(
-                "images lie in small pages, at least in part, which makes fresh memory and its first use slower: %s (madvise(2), "
+                "images use small pages, at least in part, which makes fresh memory and its first use slower: %s (madvise(2), "
                 "MADV_COLLAPSE, needs Linux 6.1 with transparent huge pages, and free memory in pieces of 2 MiB)",
                 error.strerror,
             )
@@ -270,9 +270,9 @@ def why_not_granted() -> str:
         finally:
             region.close()
     except OSError as error:
-        return f"this system cannot say who may still use shared memory: {error}"
+        return f"this system cannot report which processes use shared memory: {error}"
     return (
         ""
         if seen == [False, True, False, True, False]
-        else "this system does not say truthfully who may still use shared memory"
+        else "this system does not report reliably which processes use shared memory"
     )

@@ -208,7 +208,7 @@ class GuardedStore(ObjectStore):
             if is_silent:
                 self._ask_again()
         if call.cancel():
-            busy = f"no thread was free for it for {readable_duration(seconds, rough=True)}: too much waits for the object store"
+            busy = f"no thread was free for it for {readable_duration(seconds, rough=True)}: too many calls wait for the object store"
             raise _not_tried(what, _silent(seconds) if is_silent else busy)
         if changes:
             raise unknown(what, _silent(seconds))
@@ -234,14 +234,14 @@ class GuardedStore(ObjectStore):
 
     def _watch(self) -> None:
         begun = time.monotonic()
-        log.error("%s: what needs it fails at once until it does", _silent(self._patience))
+        log.error("%s: calls that need it fail at once until it does", _silent(self._patience))
         while True:
             try:
                 self._observed(partial(self._store.size, _NOTHING), time.monotonic())
             except NotFound:
                 pass
             except Exception as error:
-                log.debug("the object store is still away: %s", error)
+                log.debug("the object store still does not answer: %s", error)
             with self._lock:
                 if self._closing.is_set() or not self._breaker.is_open:
                     self._asking = False

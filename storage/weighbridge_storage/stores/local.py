@@ -131,7 +131,7 @@ class LocalStore(ObjectStore):
             size = os.fstat(file).st_size
             if start < 0 or length < 0 or start + length > size:
                 raise InvalidArgument(
-                    f"bytes {start} to {start + length} do not lie within {key}, which has {size} bytes"
+                    f"bytes {start} to {start + length} are not within {key}, which has {size} bytes"
                 )
             content = bytearray(length)
             view, done = memoryview(content), 0
@@ -289,7 +289,7 @@ class LocalStore(ObjectStore):
                 ) from error
             except OSError as error:
                 raise error_for(error, what) from error
-        raise Unavailable(f"{what} failed: its folder disappears again and again", fix="try again")
+        raise Unavailable(f"{what} failed: its folder was removed repeatedly", fix="try again")
 
     @contextmanager
     def _folder_of(self, key: str, *, make: bool = False) -> Iterator[tuple[int, str]]:

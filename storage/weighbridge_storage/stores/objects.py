@@ -297,7 +297,7 @@ def check_whole(nbytes: int, what: str) -> None:
     """Raise DataLoss if an object of this length is too long to be read whole: it would fill the reader's memory."""
     if nbytes > MOST_WHOLE_BYTES:
         raise DataLoss(
-            f"{what} failed: it has {nbytes} bytes, and Weighbridge puts none of more than {MOST_WHOLE_BYTES} there",
+            f"{what} failed: it has {nbytes} bytes, but Weighbridge writes at most {MOST_WHOLE_BYTES} there",
             fix="restore it from a backup",
         )
 

@@ -52,6 +52,4 @@ def refused(what: str, mode: PutMode, *, there: bool) -> Conflict:
 
 def unknown(what: str, why: str) -> DeadlineExceeded:
     """The error to raise for a write whose outcome is unknown. Arguments are those of `refused`; ``why`` is the reason."""
-    return DeadlineExceeded(
-        f"{what}: whether it was done could not be found out: {why}", fix="read it, then decide"
-    )
+    return DeadlineExceeded(f"{what}: its outcome is unknown: {why}", fix="read it, then decide")

@@ -39,11 +39,11 @@ def probe(store: ObjectStore) -> None:
 
 
 def _one_by_one(store: ObjectStore, key: str) -> None:
-    _refuse(store, key, IfMatch('"0123456789abcdef"'), "only if it is unchanged", "there was none")
+    _refuse(store, key, IfMatch('"0123456789abcdef"'), "if the object is unchanged", "none existed")
     first = store.put(key, b"first", mode="create")
-    _refuse(store, key, "create", "only if there is none", "there was one")
+    _refuse(store, key, "create", "if no object exists", "one existed")
     second = store.put(key, b"second", mode=IfMatch(first))
-    _refuse(store, key, IfMatch(first), "only if it is unchanged", "it had changed")
+    _refuse(store, key, IfMatch(first), "if the object is unchanged", "it had changed")
     found = store.get(key)
     if found != (b"second", second):
         raise _unfit(
@@ -54,7 +54,7 @@ def _one_by_one(store: ObjectStore, key: str) -> None:
 def _refuse(store: ObjectStore, key: str, mode: PutMode, condition: str, fact: str) -> None:
     with suppress(Conflict):
         store.put(key, b"bad", mode=mode)
-        raise _unfit(f"a write that was asked for {condition} was done although {fact}")
+        raise _unfit(f"a write with the condition {condition!r} succeeded although {fact}")
 
 
 def _race(store: ObjectStore, key: str, mode: PutMode) -> str:
@@ -73,11 +73,11 @@ def _race(store: ObjectStore, key: str, mode: PutMode) -> str:
     with ThreadPoolExecutor(_WRITERS, thread_name_prefix="probe") as writers:
         won = [result for result in writers.map(write, range(_WRITERS)) if result is not None]
     if len(won) != 1:
-        raise _unfit(f"of {_WRITERS} writers of one object, of which one may win, {len(won)} did")
+        raise _unfit(f"of {_WRITERS} concurrent writers of one object, {len(won)} succeeded instead of one")
     try:
         found = store.get(key)
     except NotFound as error:
-        raise _unfit("an object was not there after it was written") from error
+        raise _unfit("an object did not exist after it was written") from error
     if found != won[0]:
         raise _unfit(f"an object read {found[0]!r} after {won[0][0]!r} had won the race for it")
     return won[0][1]
@@ -85,6 +85,6 @@ def _race(store: ObjectStore, key: str, mode: PutMode) -> str:
 
 def _unfit(why: str) -> FailedPrecondition:
     return FailedPrecondition(
-        f"the store does not keep conditional writes: {why}",
+        f"the store does not honor conditional writes: {why}",
         fix="use a store that supports If-None-Match and If-Match, e.g. AWS S3, SeaweedFS, MinIO, or a local folder",
     )

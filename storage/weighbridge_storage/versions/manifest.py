@@ -151,7 +151,7 @@ class Manifest:
         check_number("the size of all files", sum(file.size for file in self.files.values()))
         for name, file in self.files.items():
             if check_version_file_name(name) == MANIFEST_FILE or name.endswith(BLOCKS_SUFFIX):
-                raise InvalidArgument(f"{name} is listed, which the version has besides its files")
+                raise InvalidArgument(f"{name} is listed, which is not one of the version's files")
             _check_digest(f"file {name}", file.xxh3_128, _XXH3)
             _check_digest(f"file {name}", file.blake3, _BLAKE3)
             if file.sha256:
@@ -163,7 +163,7 @@ class Manifest:
         self._check_disjoint()
         parent = self.lineage.get("parent", 1)
         if type(parent) is not int or not 1 <= parent <= MAX_VERSION:
-            raise InvalidArgument(f"the parent is {shown(parent)}, which is no version number")
+            raise InvalidArgument(f"the parent is {shown(parent)}, which is not a version number")
         _check_metadata(self.metadata)
         check_reasons(self.held)
 
@@ -246,7 +246,7 @@ class Manifest:
             raise InvalidArgument(f"tensor {name} has {tensor.nbytes} bytes, and its shape needs {expected}")
         file = self.files.get(tensor.file)
         if file is None:
-            raise InvalidArgument(f"tensor {name} lies in {shown(tensor.file)}, which is not listed")
+            raise InvalidArgument(f"tensor {name} is in {shown(tensor.file)}, which is not listed")
         if tensor.offset < 0 or tensor.offset + tensor.nbytes > file.size:
             raise InvalidArgument(
                 f"tensor {name} ends at byte {tensor.offset + tensor.nbytes} of {tensor.file}, "
@@ -299,7 +299,8 @@ def _check_metadata(metadata: Metadata) -> None:
     for name, value in metadata.items():
         if not name.isprintable() or not 0 < len(name) <= _MAX_METADATA_NAME:
             raise InvalidArgument(
-                f"metadata is called {shown(name)}", fix=f"use 1 to {_MAX_METADATA_NAME} printable characters"
+                f"{shown(name)} is not a valid name of metadata",
+                fix=f"use 1 to {_MAX_METADATA_NAME} printable characters",
             )
         if isinstance(value, str):
             allowed = len(value) <= MAX_METADATA_TEXT

@@ -114,7 +114,7 @@ class _Reader:
     def _opened_near(self, name: str) -> int:
         descriptor = self._opened(name)
         if descriptor is None:
-            raise FailedPrecondition(f"{name} of {self.title} is no file of this machine")
+            raise FailedPrecondition(f"{name} of {self.title} is not a file on this machine")
         return descriptor
 
     def head(self, name: str, tensors: Sequence[tuple[str, TensorEntry]]) -> ByteArray:
@@ -132,12 +132,12 @@ class _Reader:
         except NotFound as error:
             raise self._missing(name) from error
         except InvalidArgument as error:
-            raise DataLoss(f"{name} of {self.title} is shorter than the manifest says") from error
+            raise DataLoss(f"{name} of {self.title} is shorter than the manifest records") from error
 
     def _check_size(self, name: str, found: int) -> None:
         if found != self._sizes[name]:
             raise DataLoss(
-                f"{name} of {self.title} has {found} bytes, and the manifest says {self._sizes[name]}"
+                f"{name} of {self.title} has {found} bytes, but the manifest records {self._sizes[name]}"
             )
 
     def _missing(self, name: str) -> DataLoss:
@@ -164,7 +164,7 @@ def _check_places(files: FilesLayout, manifest: Manifest) -> None:
             spec.shape,
         ):
             raise DataLoss(
-                f"{placement.shard.tensor} of {title} is not what the manifest says, or lies elsewhere"
+                f"{placement.shard.tensor} of {title} does not match the manifest, or is stored elsewhere"
             )
     if len(files.layout.tensors) != len(manifest.tensors):
         raise DataLoss(f"{title} lacks tensors that its manifest lists")

@@ -69,14 +69,14 @@ def write_signature(store: ObjectStore, model: ModelName, number: int, content: 
     if digest not in there:
         if len(there) >= MOST_SIGNATURES:
             raise ResourceExhausted(
-                f"{model}@{number} has {len(there)} signatures, as many as a version may have",
+                f"{model}@{number} has {len(there)} signatures, the most that a version may have",
                 fix="see who has signed it: weighbridge signatures",
             )
         own = sum(signature_giver_key(model, number, each, by) in keys for each in there)
         if by and own >= MOST_OF_ONE:
             raise ResourceExhausted(
-                f"{by} has put {own} signatures to {model}@{number}, as many as one identity may",
-                fix="see who has signed it: weighbridge signatures; let another identity put further ones there",
+                f"{by} has added {own} signatures to {model}@{number}, the most that one identity may add",
+                fix="see who has signed it: weighbridge signatures; let another identity add further ones",
             )
         if by:
             store.put(signature_giver_key(model, number, digest, by), b"", mode="overwrite")

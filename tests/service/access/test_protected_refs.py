@@ -209,7 +209,7 @@ def test_moving_back_and_deleting_take_the_same(fleet: Fleet) -> None:
 
 def test_nobody_approves_their_own_request(fleet: Fleet) -> None:
     request = asked(fleet)
-    with pytest.raises(PermissionDenied, match="ann has asked for this"):
+    with pytest.raises(PermissionDenied, match="ann made this request"):
         approve(fleet, "ann", request)
     answer = fleet.http("ann", "POST", f"/prod/requests/{request.request_id}/approve", {})
     assert answer.status_code == 403
@@ -266,7 +266,7 @@ def test_an_approval_counts_no_longer_than_its_giver_may_approve(fleet: Fleet) -
     fleet.policy.write_text(
         policy.replace(f'"tag:{MODEL}@prod", "approve:{MODEL}@prod"', f'"look:{MODEL}"', 1)
     )
-    with pytest.raises(FailedPrecondition, match="ann has asked for this, and has no scope any longer"):
+    with pytest.raises(FailedPrecondition, match="ann made this request, and no longer has a scope"):
         approve(fleet, "cid", request)
     fleet.policy.write_text(policy)
     assert approve(fleet, "cid", request).state == "done", "each counts again"

@@ -57,7 +57,7 @@ def test_a_file_may_lie_in_folders_that_are_as_safe_as_its_name() -> None:
     for check in (check_component, check_ref_name):
         with pytest.raises(InvalidArgument):
             check("a/b")
-    with pytest.raises(InvalidArgument, match=r"^vocab is a file, and a folder"):
+    with pytest.raises(InvalidArgument, match=r"^vocab is both a file and a folder"):
         check_file_names(["vocab/a.txt", "vocab", "config.json"])
 
 

@@ -319,7 +319,7 @@ def test_a_change_is_made_once_whatever_the_responses_say(
 def test_a_change_whose_fate_is_forgotten_is_reported_as_unknown(store: ObjectStore) -> None:
     HeadStore(store).update(SMOL, allocate, create=True)
     lying = LyingStore(store, ["lost-then-many-others"], Unavailable)
-    with pytest.raises(DeadlineExceeded, match="could not be found out"):
+    with pytest.raises(DeadlineExceeded, match="outcome is unknown"):
         HeadStore(lying).update(SMOL, allocate)
     found = HeadStore(store).read(SMOL)
     assert found is not None
@@ -356,7 +356,7 @@ def test_reads_that_fail_after_a_lost_response_are_repeated(store: ObjectStore) 
 def test_patience_ends(store: ObjectStore) -> None:
     HeadStore(store).update(SMOL, allocate, create=True)
     for error, said in (
-        (DeadlineExceeded, "could not be found out"),
+        (DeadlineExceeded, "outcome is unknown"),
         (Unavailable, "the response went wrong"),
     ):
         lying = LyingStore(store, ["refused"] * 1000, error)

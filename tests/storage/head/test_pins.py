@@ -137,10 +137,10 @@ def test_refusals_count_adapters_that_the_caller_does_not_see() -> None:
     ):
         with pytest.raises(FailedPrecondition) as some:
             refused(sees=lambda name: name == str(BOB))
-        assert some.value.message.endswith("the base of acme/bob and 1 adapter that you may not look at")
+        assert some.value.message.endswith("the base of acme/bob and 1 adapter that you may not see")
         with pytest.raises(FailedPrecondition) as none:
             refused(sees=lambda _: False)
-        assert none.value.message.endswith("the base of 2 adapters that you may not look at")
+        assert none.value.message.endswith("the base of 2 adapters that you may not see")
 
 
 class Interrupted(LocalStore):

@@ -195,7 +195,7 @@ TestRequests = Requests.TestCase
 
 def test_who_asks_cannot_approve_and_two_approvals_are_those_of_two() -> None:
     head = asked(protected(2), "q", "ann", 3)
-    with pytest.raises(PermissionDenied, match="ann has asked for this"):
+    with pytest.raises(PermissionDenied, match="ann made this request"):
         approved(head, "q", "ann")
     head = approved(approved(head, "q", "bob"), "q", "bob")
     assert (state_of(head, "q"), head.ref_numbers["prod"]) == ("pending", 1)
@@ -213,7 +213,7 @@ def test_what_counts_is_who_may_approve_and_ask_when_the_ref_moves() -> None:
     without_bob = standing(approves=("cid", "root"))
     head, found = approve_request(of(head), "prod", "q", who("cid"), without_bob, now_ms=30)
     assert (found.state, missing(head, found, without_bob), head.ref_numbers["prod"]) == ("pending", 1, 1)
-    with pytest.raises(FailedPrecondition, match="ann has asked for this, and has no scope any longer"):
+    with pytest.raises(FailedPrecondition, match="ann made this request, and no longer has a scope"):
         approve_request(of(head), "prod", "q", who("root"), standing(asks=("root",)), now_ms=30)
     after, found = approve_request(of(head), "prod", "q", who("root"), without_bob, now_ms=30)
     assert (found.state, after.ref_numbers["prod"]) == ("done", 3)
@@ -309,14 +309,14 @@ def test_a_ref_that_is_not_protected_is_changed_as_ever_and_nothing_is_remembere
 
 def test_what_may_not_wait_is_refused_and_asks_for_nothing() -> None:
     head = protected(1)
-    with pytest.raises(FailedPrecondition, match="takes the approval of another identity"):
+    with pytest.raises(FailedPrecondition, match="needs the approval of another identity"):
         ask(of(head), wanted("q", "ann", 2), who("ann"), may_wait=False)
 
 
 @pytest.mark.parametrize("version", [2, 0], ids=["move", "delete"])
 def test_what_may_not_wait_is_refused_also_while_the_same_is_asked_for(version: int) -> None:
     head = asked(protected(1), "q", "ann", version)
-    with pytest.raises(FailedPrecondition, match="takes the approval of another identity"):
+    with pytest.raises(FailedPrecondition, match="needs the approval of another identity"):
         ask(of(head), wanted("r", "ann", version), who("ann"), may_wait=False)
 
 
@@ -367,7 +367,7 @@ def test_a_model_with_protected_refs_is_not_deleted_and_what_is_asked_for_is_kep
     head = asked(replace(protected(1), retention=Retention(keep_last=1)), "q", "ann", 2)
     with pytest.raises(FailedPrecondition, match="refs of the model are protected: prod"):
         delete_model(head, 20)
-    with pytest.raises(FailedPrecondition, match="version 2 is what prod is asked to name"):
+    with pytest.raises(FailedPrecondition, match="a pending request asks to move prod to version 2"):
         delete_versions(of(head), [2], 20)
     assert decide(head, VERSIONS, 20).retired == (3, 4)
     after, _ = retire(of(head), 20)

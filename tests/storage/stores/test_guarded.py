@@ -247,7 +247,7 @@ def test_a_write_that_hangs_is_neither_reported_as_done_nor_as_refused_and_may_l
     hung: HungStore, guarded: GuardedStore
 ) -> None:
     hung.hangs = lambda key: key != "probe/nothing"
-    with pytest.raises(DeadlineExceeded, match="writing new: whether it was done could not be found out"):
+    with pytest.raises(DeadlineExceeded, match="writing new: its outcome is unknown"):
         guarded.put("new", b"2", mode="create")
     hung.release()
     eventually(lambda: "new" in hung.finished)

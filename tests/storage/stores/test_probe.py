@@ -27,7 +27,7 @@ def test_a_store_that_keeps_conditions_is_accepted_and_left_as_it_was(store: Obj
 def test_rclone_is_refused_and_so_the_service_does_not_start(aws_environment: None, tmp_path: Path) -> None:
     with rclone(tmp_path) as server:
         config = ServiceConfig(server.location(), scratch=tmp_path / "scratch", memory_budget=1 << 20)
-        with pytest.raises(FailedPrecondition, match="does not keep conditional writes") as caught:
+        with pytest.raises(FailedPrecondition, match="does not honor conditional writes") as caught:
             Weighbridge(config, 1)
         assert "SeaweedFS" in caught.value.fix
     assert not [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
@@ -64,7 +64,7 @@ def test_a_store_that_ignores_a_condition_or_looks_before_it_writes_is_refused(
     tmp_path: Path, ignores: str
 ) -> None:
     store = Careless(tmp_path / "store", ignores)
-    with pytest.raises(FailedPrecondition, match="does not keep conditional writes"):
+    with pytest.raises(FailedPrecondition, match="does not honor conditional writes"):
         probe(store)
     assert list(store.list("")) == []
     store.close()

@@ -347,7 +347,7 @@ def test_what_came_of_a_write_follows_from_what_is_found(
         (answer(404), NotFound, "no such object"),
         (answer(404, "NoSuchBucket"), Unavailable, "bucket does not exist"),
         (answer(412), Conflict, "another writer"),
-        (answer(400, "BadDigest"), DataLoss, "changed on their way"),
+        (answer(400, "BadDigest"), DataLoss, "corrupted in transit"),
         (answer(507), ResourceExhausted, "507"),
         (answer(403, "QuotaExceeded"), ResourceExhausted, "QuotaExceeded"),
         (answer(403, "AccessDenied"), Unavailable, "AccessDenied"),

@@ -99,7 +99,7 @@ def test_a_write_whose_fate_cannot_be_found_out_is_not_reported_as_either(
     faulty: S3Store, honest: S3Store, proxy: FaultProxy
 ) -> None:
     proxy.script = ["lost"] * 4 + ["reset"] * 4
-    with pytest.raises(DeadlineExceeded, match="could not be found out") as caught:
+    with pytest.raises(DeadlineExceeded, match="outcome is unknown") as caught:
         faulty.put("k", b"1", mode="create")
     assert caught.value.fix
     assert honest.get("k")[0] == b"1"

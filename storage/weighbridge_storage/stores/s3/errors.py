@@ -107,15 +107,15 @@ def s3_error(error: Exception, what: str) -> WeighbridgeError:
         return NotFound(f"{what} failed: there is no such object")
     if code == "NoSuchBucket":
         return Unavailable(
-            f"{what} failed: the bucket does not exist", fix="make the bucket, or name another one"
+            f"{what} failed: the bucket does not exist", fix="create the bucket, or name a different one"
         )
     if code == "NoSuchUpload":
-        return Unavailable(f"{what} failed: its upload was aborted meanwhile", fix="try again")
+        return Unavailable(f"{what} failed: its upload was aborted in the meantime", fix="try again")
     if status in (409, 412):
-        return Conflict(f"{what} failed: another writer was faster", fix="read it again, then decide")
+        return Conflict(f"{what} failed: another writer changed it first", fix="read it again, then decide")
     if code in _DAMAGED or isinstance(error, FlexibleChecksumError):
         return DataLoss(
-            f"{what} failed: the bytes were changed on their way", fix="try again; check the network"
+            f"{what} failed: the bytes were corrupted in transit", fix="try again; check the network"
         )
     if status == 507 or code in _NO_ROOM:
         return ResourceExhausted(failed, fix="make room in the store, or raise its quota, then try again")
@@ -124,7 +124,7 @@ def s3_error(error: Exception, what: str) -> WeighbridgeError:
     if code == "AccessDenied" or (status == 403 and not code.isalpha()):
         return Unavailable(failed, fix=_GRANT)
     if status in (401, 403) or code in _CREDENTIALS:
-        return Unavailable(failed, fix="check the credentials, what they allow, and this machine's clock")
+        return Unavailable(failed, fix="check the credentials, their permissions, and this machine's clock")
     if 300 <= status < 400 or code in _WRONG_PLACE:
         return Unavailable(failed, fix="name the bucket's own region and endpoint")
     if is_unanswered(error):

@@ -99,7 +99,7 @@ class Reads:
             while coming:
                 yield coming.popleft().result()
         except _Changed as error:
-            raise Unavailable(f"{what} failed: it was replaced meanwhile", fix="try again") from error
+            raise Unavailable(f"{what} failed: it was replaced during the read", fix="try again") from error
         finally:
             for piece in coming:
                 piece.cancel()
@@ -109,7 +109,7 @@ class Reads:
             _check_range(response, start, length, what)
             data: bytes = response["Body"].read()
             if len(data) != length:
-                raise _Damaged(f"{len(data)} bytes came instead of {length}")
+                raise _Damaged(f"received {len(data)} bytes instead of {length}")
             return data
 
         return _tried(lambda: self._client.get_range(name, start, length, etag), take, what)
@@ -149,5 +149,5 @@ def _check_range(response: Mapping[str, Any], start: int, length: int, what: str
 
 def _outside(start: int, length: int, size: int, what: str) -> InvalidArgument:
     return InvalidArgument(
-        f"{what} failed: bytes {start} to {start + length} do not lie within it, which has {size} bytes"
+        f"{what} failed: bytes {start} to {start + length} are not within it, which has {size} bytes"
     )

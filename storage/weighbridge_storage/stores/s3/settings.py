@@ -66,14 +66,16 @@ class S3Settings:
 
     def __post_init__(self) -> None:
         if not self.bucket or "/" in self.bucket or not self.bucket.isprintable():
-            raise InvalidArgument(f"{shown(self.bucket)} is no bucket", fix=f"write the store as {_EXAMPLE}")
+            raise InvalidArgument(
+                f"{shown(self.bucket)} is not a bucket name", fix=f"write the store as {_EXAMPLE}"
+            )
         if self.prefix:
             check_key(self.prefix + "x")
             if not self.prefix.endswith("/"):
                 raise InvalidArgument(f"the prefix {shown(self.prefix)} does not end with a slash")
         if self.addressing not in get_args(Addressing):
             raise InvalidArgument(
-                f"{shown(self.addressing)} is no way to address a bucket",
+                f"{shown(self.addressing)} is not an addressing style of buckets",
                 fix=f"use one of {', '.join(get_args(Addressing))}",
             )
         for endpoint in (self.endpoint, self.public_endpoint):
@@ -81,7 +83,8 @@ class S3Settings:
                 _check_endpoint(endpoint)
         if not SMALLEST_PART <= self.part_bytes <= LARGEST_PART:
             raise InvalidArgument(
-                f"parts of {self.part_bytes} bytes cannot be", fix=f"use {SMALLEST_PART} to {LARGEST_PART}"
+                f"part_bytes is {self.part_bytes}, which is out of range",
+                fix=f"use {SMALLEST_PART} to {LARGEST_PART}",
             )
 
     def __str__(self) -> str:
@@ -110,7 +113,7 @@ def parse_location(location: str) -> S3Settings:
         raise _credentials_in("the store's location")
     unknown = sorted(options.keys() - set(_OPTIONS))
     if parts.scheme != "s3" or parts.fragment or unknown:
-        what = f"the option {shown(unknown[0])}" if unknown else "a part that has no meaning"
+        what = f"the option {shown(unknown[0])}" if unknown else "an unknown part"
         raise InvalidArgument(
             f"the store's location has {what}", fix=f"write it as {_EXAMPLE}; the options may be left out"
         )
@@ -136,12 +139,12 @@ def _check_endpoint(endpoint: str) -> None:
             raise _credentials_in("the endpoint")
     if malformed or parts.query or parts.fragment:
         raise InvalidArgument(
-            f"{shown(endpoint)} is no endpoint", fix="write it as a URL, e.g. http://127.0.0.1:8333"
+            f"{shown(endpoint)} is not an endpoint", fix="write it as a URL, e.g. http://127.0.0.1:8333"
         )
 
 
 def _credentials_in(where: str) -> InvalidArgument:
     return InvalidArgument(
-        f"{where} has a user or a password in it",
+        f"{where} contains a user or a password",
         fix="leave it out, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     )

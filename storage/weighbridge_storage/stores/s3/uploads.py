@@ -106,7 +106,7 @@ class Uploads:
             if self._copy_parts(source, found.etag, found.size, target, what):
                 return
             pause(attempt)
-        raise Unavailable(f"{what} failed: the source changes again and again", fix="try again")
+        raise Unavailable(f"{what} failed: the source kept changing", fix="try again")
 
     def discard_unfinished(self, prefix: str, older_than_s: float, chosen: Callable[[str], bool]) -> int:
         """As `ObjectStore.discard_unfinished`, for full names."""
@@ -179,7 +179,7 @@ class Uploads:
             yield upload
         except DeadlineExceeded:
             # Some servers delete the parts of the finished object if both requests coincide.
-            log.warning("%s: its upload is left, as it may still be completed", what)
+            log.warning("%s: its upload is not aborted, as it may still complete", what)
             raise
         except BaseException:
             self._abort(upload)
@@ -244,7 +244,9 @@ class Uploads:
         except S3_ERRORS as error:
             if code_of(error) != "NoSuchUpload":
                 log.warning(
-                    "an upload of %s is left: %s", upload.name, s3_error(error, "aborting it").message
+                    "an upload of %s could not be aborted: %s",
+                    upload.name,
+                    s3_error(error, "aborting it").message,
                 )
 
 
