@@ -137,7 +137,7 @@ PUSH_DURABLE = _histogram(
 )
 EFFECT_FAILURES = _counter(
     "weighbridge_push_effect_failures_total",
-    "Steps of pushes that failed, most of them calls of the object store; they are tried again.",
+    "Steps of pushes that failed, most of them calls of the object store; they are retried.",
     "effect",
 )
 WAITING_RANKS = _gauge(
@@ -145,7 +145,7 @@ WAITING_RANKS = _gauge(
 )
 SILENT = _gauge(
     "weighbridge_push_silent_seconds",
-    "For how long nothing was heard of the ranks of a push that waits for some; of the one that has waited longest.",
+    "For how long no rank of a push that waits for ranks was active; of the push that has waited longest.",
 )
 UNDURABLE = _gauge(
     "weighbridge_push_undurable_seconds",
@@ -153,7 +153,7 @@ UNDURABLE = _gauge(
 )
 HELD = _gauge(
     "weighbridge_versions_held",
-    "Versions this process has received that live and latest pass by until they are approved.",
+    "Versions this process has received that live and latest skip until they are approved.",
 )
 PUBLICATIONS = _gauge("weighbridge_publications_running", "Versions being made durable.")
 
@@ -165,7 +165,7 @@ SENT = _counter(
 )
 PULL = _histogram(
     "weighbridge_pull_seconds",
-    "How long streams of pulls and restores took over gRPC, from their requests on; a large pull has several. Not those that broke off.",
+    "How long streams of pulls and restores took over gRPC, from their requests on; a large pull has several. Interrupted streams are left out.",
 )
 IN_FLIGHT = _gauge(
     "weighbridge_in_flight_bytes", "Bytes of the byte budget that streams over gRPC hold.", "direction"
@@ -179,7 +179,7 @@ LOCAL_CLIENTS = _gauge("weighbridge_local_clients", "Processes connected to the 
 
 ENGINES = _gauge(
     "weighbridge_engines",
-    "Engines that have reported to this process lately, as `weighbridge engines` shows them.",
+    "Engines that have reported to this process recently, as `weighbridge engines` shows them.",
     "model",
     "standing",
     "state",
@@ -197,7 +197,7 @@ ENGINES_BEHIND_FOR = _gauge(
 )
 ENGINES_SILENT = _gauge(
     "weighbridge_engine_silent_seconds",
-    "For how long the agent of an engine was not heard; of the longest, until it is forgotten. Not those that have ended.",
+    "For how long the agent of an engine has not reported; of the longest, until it is forgotten. Engines that have ended are left out.",
     "model",
 )
 ENGINES_UPDATE = _gauge(
@@ -221,13 +221,13 @@ ENGINE_PROOFS = _counter(
 ENGINES_PROVED = _gauge(
     "weighbridge_engines_proved",
     "Engines by the verdict of their last proof: proved, proved in part, failed, not proved (it is due and cannot be made), or not asked "
-    "(no proof was ever asked for). Not those that are gone.",
+    "(no proof was ever requested). Engines that are gone are left out.",
     "model",
     "verdict",
 )
 ENGINES_PROOF_AGE = _gauge(
     "weighbridge_engine_proof_age_seconds",
-    "For how long an engine of which proofs are asked for has had none, failed ones included; of the longest.",
+    "For how long an engine of which proofs are requested has had none, failed ones included; of the longest.",
     "model",
 )
 ENGINES_PROOF = _gauge(
@@ -236,7 +236,7 @@ ENGINES_PROOF = _gauge(
 ENGINES_DRIFT = _gauge(
     "weighbridge_engine_golden_drift",
     "Largest difference between the log probabilities that an engine gives golden prompts and those that its version has; of the engine with the "
-    "largest. Not there while no engine has answered any.",
+    "largest. Absent while no engine has answered any.",
     "model",
 )
 
@@ -244,7 +244,7 @@ ENGINES_DRIFT = _gauge(
 
 STORE_CALL = _histogram(
     "weighbridge_store_call_seconds",
-    "How long small calls of the object store took, those that failed included: heads, manifests, listings. Not files of weights.",
+    "How long small calls of the object store took, failed calls included: heads, manifests, listings. Files of weights are left out.",
     "operation",
     values=("read", "write", "list"),
 )
@@ -277,7 +277,9 @@ STORE_READERS = _gauge(
 IMAGES = _gauge("weighbridge_image_bytes", "Bytes of image regions.", "place", "use")
 IMAGES_WAITING = _gauge("weighbridge_images_waiting", "Versions that wait for an image.")
 BUDGET = _gauge("weighbridge_memory_budget_bytes", "Most bytes of images in memory.")
-AVAILABLE = _gauge("weighbridge_memory_available_bytes", "Bytes that each limit on memory leaves.", "limit")
+AVAILABLE = _gauge(
+    "weighbridge_memory_available_bytes", "Bytes of memory that each limit leaves available.", "limit"
+)
 REGIONS_MADE = _counter("weighbridge_image_regions_made_total", "Image regions made.")
 REGIONS_REUSED = _counter("weighbridge_image_regions_reused_total", "Images in a region used before.")
 
@@ -298,10 +300,10 @@ QUOTA_LIMIT = _gauge("weighbridge_quota_limit", "These limits.", "kind", "of")
 
 # --- service
 
-BUILD = _gauge("weighbridge_build_info", "The release that runs; always 1.", "version")
+BUILD = _gauge("weighbridge_build_info", "The running release; always 1.", "version")
 CHECK = _gauge(
     "weighbridge_check_status",
-    "What each check of /readyz found last: 0 well, 1 a warning, 2 a failure.",
+    "Last result of each check of /readyz: 0 ok, 1 a warning, 2 a failure.",
     "check",
 )
 CALLS = _counter("weighbridge_grpc_calls_total", "gRPC calls that have ended.", "method", "code")
