@@ -175,7 +175,7 @@ def test_a_rank_that_comes_after_one_that_was_refused_is_told_so(service: Runnin
     with TrainerClient(service.address) as trainer, TrainerClient(service.address) as other:
         trainer.push_adapter("acme/told", adapted(), base=f"{BASE}@1", step=1).wait(timeout=60)
         given: dict[str, Any] = {"base": f"{BASE}@1", "step": 2, "run": "again", "world_size": 2}
-        with pytest.raises(FailedPrecondition, match="other tensors"):
+        with pytest.raises(FailedPrecondition, match="different tensors"):
             trainer.push_adapter("acme/told", adapted(r=8), rank=0, **given)
         with pytest.raises(VersionFailed, match="rank 0 was refused"):
             other.push_adapter("acme/told", adapted(), rank=1, **given)

@@ -226,7 +226,7 @@ def test_another_rank_needs_another_name_and_another_alpha_does_not(service: Ser
         FailedPrecondition, match="rank, target modules and dtypes of an adapter stay"
     ) as other:
         service.push("acme/ranked", step=3, r=8)
-    assert "another model name" in other.value.fix
+    assert "different model name" in other.value.fix
 
 
 def test_whole_models_and_adapters_keep_out_of_each_others_names(service: Service, tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ def model_part(checkpoint: TorchDistCheckpoint) -> tuple[Layout, dict[str, int]]
     keys = {name: name.removeprefix(prefix) for name in weights}
     if len(set(keys.values())) != len(keys):
         twice = sorted(name for name in weights if prefix + name in tensors)
-        raise LayoutError(f"keys are there with and without {prefix!r} in front", details=twice[:_NAMED])
+        raise LayoutError(
+            f"the checkpoint has keys both with and without the prefix {prefix!r}", details=twice[:_NAMED]
+        )
     if not keys:
         raise NotFound("the checkpoint has no weights of a model", details=sorted(left_out)[:_NAMED])
     return checkpoint.layout.renamed(keys), dict(sorted(left_out.items()))

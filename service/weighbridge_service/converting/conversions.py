@@ -102,7 +102,7 @@ class ConvertOptions:
         default = ConvertOptions()
         if source == "hugging_face" and self.config is not None:
             raise InvalidArgument(
-                "--config is for checkpoints, and the source is none",
+                "--config is for checkpoints, and the source is not a checkpoint",
                 fix="leave it out: a Hugging Face folder has its own config.json",
             )
         chosen = self.keys, self.spec, self.vocab_multiple
@@ -175,7 +175,7 @@ def kind_of_folder(folder: Path) -> Kind:
     check_finished(folder, (path.name for path in folder.glob("*")))
     inner = iterations_in(folder) or sorted(path.name for path in folder.iterdir() if has_rank_files(path))
     raise NotFound(
-        f"{folder} holds neither safetensors files nor a checkpoint of Megatron-core, torch or FSDP",
+        f"{folder} contains neither safetensors files nor a checkpoint of Megatron-core, torch or FSDP",
         fix=f"give the folder of one checkpoint, such as {', '.join(inner)}"
         if inner
         else "give a folder with *.safetensors, one with .metadata and *.distcp, or one with model_world_size_*_rank_*.pt",
@@ -368,8 +368,8 @@ def _planned(
         return make_plan(source, target, links, copies=copies, padding=padding, use_all=True)
     except LayoutError as error:
         raise LayoutError(
-            f"the folder does not hold every tensor of the model exactly once: {error.message}",
+            f"the folder does not contain every tensor of the model exactly once: {error.message}",
             details=error.details,
-            fix="every part of the model must be there once, and of an optional part such as layers for multi-token "
-            "prediction all or nothing; check that config.json belongs to the weights",
+            fix="every part of the model must occur exactly once, and an optional part, such as layers for multi-token "
+            "prediction, must be complete or absent; check that config.json belongs to the weights",
         ) from error

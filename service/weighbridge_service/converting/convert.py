@@ -108,10 +108,10 @@ def convert_folder(
     started = time.monotonic()
     target = target.resolve()
     if not target.name:
-        raise InvalidArgument(f"{target} cannot be made anew", fix="name a new folder")
+        raise InvalidArgument(f"{target} cannot be created as a new folder", fix="name a new folder")
     wanted = workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
     if wanted < 1:
-        raise InvalidArgument(f"{wanted} workers cannot do anything")
+        raise InvalidArgument(f"a conversion needs at least one worker, not {wanted}")
     if _is_occupied(target) and not WorkingFolder.left_behind(target):
         raise _exists(target)  # before planning, which takes a while
     kind_of_folder(source)
@@ -186,7 +186,7 @@ def _work(
     if state_of(conversion.source, conversion.read) != dict(conversion.read):
         raise DataLoss(
             f"{conversion.source} has changed while it was converted",
-            fix="run again with --restart when nothing writes to it any more",
+            fix="run again with --restart when nothing writes to it any longer",
         )
     folder.finish(conversion)
     return resumed

@@ -123,7 +123,7 @@ class NamedModel:
         if apart:
             names = list(dict.fromkeys(apart))
             raise LayoutError(
-                f"{counted(len(names), 'tensor lies', 'tensors lie')} in the checkpoint in another order than in the model's files",
+                f"{counted(len(names), 'tensor has', 'tensors have')} a different order of elements in the checkpoint than in the model's files",
                 details=names[:NAMED],
                 fix="convert the checkpoint first (weighbridge convert CHECKPOINT HF_DIR), and import the folder",
             )
@@ -265,7 +265,7 @@ def _checked(
             problems.append(f"{spec} has the wrong shape: config.json says {list(form.shape)}")
         for name in form.tensors:
             if holders.setdefault(name, full) != full:
-                problems.append(f"{name} is there twice, as {holders[name]} and as {full}")
+                problems.append(f"{name} occurs twice, as {holders[name]} and as {full}")
             if dtypes.setdefault(name, spec.dtype) != spec.dtype:
                 problems.append(f"{name}: one part of it is {dtypes[name]}, another {spec.dtype}")
     absent = {name for names in parts.values() if dtypes.keys().isdisjoint(names) for name in names}

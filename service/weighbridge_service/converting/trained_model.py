@@ -54,7 +54,7 @@ def check_trained(config_json: bytes, arguments: Mapping[str, Any]) -> None:
     problems = contradictions(config, arguments)
     if problems:
         raise InvalidArgument(
-            f"config.json is not of the model that was trained, by {counted(len(problems), 'argument')} that the checkpoint has noted",
+            f"config.json does not describe the model that was trained: it contradicts {counted(len(problems), 'argument')} stored in the checkpoint",
             details=problems,
             fix="give the config.json that belongs to the checkpoint (--config)",
         )

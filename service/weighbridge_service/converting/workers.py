@@ -221,5 +221,5 @@ class _Running:
                 how += ", perhaps because the machine has no memory left"
         return Unavailable(
             f"a worker process died {how}",
-            fix="run the same command again: it goes on where it stopped; with --workers 1 it needs less memory",
+            fix="run the same command again: it continues where it stopped; with --workers 1 it needs less memory",
         )

@@ -45,7 +45,7 @@ def disk_full(what: Path) -> ResourceExhausted:
     """The error of a full disk."""
     return ResourceExhausted(
         f"the disk is full: {what} cannot be written",
-        fix="make room and run the same command again: it goes on where it stopped",
+        fix="make room and run the same command again: it continues where it stopped",
     )
 
 
@@ -69,9 +69,7 @@ class WorkingFolder:
         self._stream = -1  # descriptor of the journal, opened by `begin`
         for path in (self.path, self.files):
             if path.is_symlink():
-                raise FailedPrecondition(
-                    f"{path} is a symbolic link, and what it points to is not to be changed"
-                )
+                raise FailedPrecondition(f"{path} is a symbolic link, and its target must not be changed")
         deadline = time.monotonic() + lock_seconds
         while (lock := self._try_lock()) is None:
             if time.monotonic() > deadline:
@@ -120,9 +118,9 @@ class WorkingFolder:
         found, done = self._read()
         if found is not None and found != identity and not restart:
             raise FailedPrecondition(
-                f"{self.path} is left of a conversion of another source, of other options, or of a source that has "
+                f"{self.path} is left over from a conversion of a different source, with different options, or of a source that has "
                 "changed since",
-                fix=f"run again with --restart to throw it away and begin anew, or remove {self.path}",
+                fix=f"run again with --restart to discard it and start over, or remove {self.path}",
             )
         # a missing file, a wrong size or an unknown file means that another program has changed the folder, so the journal cannot
         # be trusted
@@ -184,8 +182,8 @@ class WorkingFolder:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
                 raise AlreadyExists(
-                    f"{self.target} exists by now: someone else has made it while this conversion ran",
-                    fix="move it away and run the same command again: nothing is left to do but to rename",
+                    f"{self.target} exists now: another process created it while this conversion ran",
+                    fix="move it away and run the same command again: only the rename is left to do",
                 ) from error
             _sync_folder(self.target.parent)
         self.remove()
@@ -254,7 +252,7 @@ class WorkingFolder:
         self.files.mkdir(exist_ok=True)
         for new in conversion.files:
             if Path(new.name).name != new.name:
-                raise InvalidArgument(f"{new.name[:80]!r} is no name of a file")
+                raise InvalidArgument(f"{new.name[:80]!r} is not a file name")
             fd = os.open(self.files / new.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 os.ftruncate(fd, new.nbytes)

@@ -85,7 +85,7 @@ def _registered() -> Mapping[str, metadata.EntryPoint]:
         there = found.setdefault(entry.name, entry)
         if there.value != entry.value:  # an editable installation may be listed twice
             raise FailedPrecondition(
-                f"two packages bring a family for the model type {entry.name!r}: {there.value} and {entry.value}",
+                f"two packages provide a family for the model type {entry.name!r}: {there.value} and {entry.value}",
                 fix="uninstall one of them",
             )
     return found
@@ -114,7 +114,7 @@ def no_weight_map(model_type: object, problem: str = "", fix: str = "") -> Inval
         f"there is no weight map for the model type {str(model_type)[:80]!r}{problem}",
         details=[f"model types that have one: {', '.join(model_types())}"],
         fix=fix
-        or "a package can bring one, see docs/families.md; Hugging Face's names need none, see docs/models.md",
+        or "a package can provide one, see docs/families.md; Hugging Face's names need none, see docs/models.md",
     )
 
 
@@ -136,10 +136,10 @@ def family_of(config: Mapping[str, Any]) -> type[Family]:
             f"the family for {model_type}, {entry.value}, cannot be imported: {type(error).__name__}: {error}"[
                 :500
             ],
-            fix="mend or uninstall the package that brings it",
+            fix="fix or uninstall the package that provides it",
         ) from error
     if not (isinstance(found, type) and issubclass(found, Family)):
         raise FailedPrecondition(
-            f"the family for {model_type}, {entry.value}, is no class derived from Family"
+            f"the family for {model_type}, {entry.value}, is not a class derived from Family"
         )
     return found

@@ -208,7 +208,7 @@ def _kinds_of_layers(config: Mapping[str, Any]) -> str:
         letters = [_SYMBOLS.get(str(word), str(word)) for word in listed]
     if not isinstance(letters, str | list) or not letters or not {*_NORMS}.issuperset(letters):
         raise InvalidArgument(
-            "config.json does not say of each layer what it is, in hybrid_override_pattern or layers_block_type: "
-            f"{str(letters)[:80]!r} is no row of {' '.join(_NORMS)}"
+            "config.json does not state the kind of each layer in hybrid_override_pattern or layers_block_type: "
+            f"{str(letters)[:80]!r} is not a sequence of {' '.join(_NORMS)}"
         )
     return "".join(letters)

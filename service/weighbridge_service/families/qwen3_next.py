@@ -72,7 +72,7 @@ class Qwen3Next(Family):
         keys, values = self.text_config.linear_num_key_heads, self.text_config.linear_num_value_heads
         if values % keys:
             raise InvalidArgument(
-                f"config.json has linear_num_value_heads = {values}, no multiple of linear_num_key_heads = {keys}"
+                f"config.json has linear_num_value_heads = {values}, not a multiple of linear_num_key_heads = {keys}"
             )
         if self.mtp_layers > 1:
             raise InvalidArgument(

@@ -43,12 +43,12 @@ def check_adapter_config(config: Mapping[str, Any]) -> None:
     if not isinstance(kind, str) or not kind or len(kind) > 64:
         raise InvalidArgument(
             f"adapter_config.json has the peft_type {shown(kind)}",
-            fix="give the folder that peft's save_pretrained has written",
+            fix="pass the folder that peft's save_pretrained wrote",
         )
     for path, text in _scalars(config, ""):
         if isinstance(text, float) and not math.isfinite(text):
             raise InvalidArgument(
-                f"{path} in adapter_config.json is {text}", fix="give it a number; JSON has no other"
+                f"{path} in adapter_config.json is {text}", fix="use a finite number; JSON has no others"
             )
         if isinstance(text, str) and len(text) > MAX_TEXT:
             raise InvalidArgument(

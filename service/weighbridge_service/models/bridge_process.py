@@ -108,7 +108,7 @@ class BridgeProcess:
             except (EOFError, OSError) as error:
                 raise Unavailable(
                     f"the process that makes weight maps and models of configs has ended{self._end()}",
-                    fix="try again: another one is started; if that ends too, look at the service's log, and at how much memory there is",
+                    fix="try again: another one is started; if that ends too, see the service's log, and check how much memory is free",
                 ) from error
         if isinstance(made, WeighbridgeError):
             raise made
@@ -145,7 +145,7 @@ class BridgeProcess:
                     ours.close()
                     raise Unavailable(
                         f"the process that makes weight maps cannot be started: {error}",
-                        fix="look at the limits of processes, descriptors and memory",
+                        fix="check the limits on processes, descriptors and memory",
                     ) from error
             self._connection = ours
             count_helper(self._process.pid)

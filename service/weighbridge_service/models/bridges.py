@@ -125,7 +125,7 @@ class Bridge:
             if not all(1 <= n <= _LONGEST_AXIS for n in shape):
                 raise InvalidArgument(
                     f"by config.json {name} would have the shape {list(shape)}: axes have 1 to {_LONGEST_AXIS} elements",
-                    fix="check the sizes in config.json; a model that lacks such a part altogether is registered by its tensors alone: "
+                    fix="check the sizes in config.json; register a model that lacks such a part by its tensors alone: "
                     "weight_map=False, or --no-weight-map",
                 )
         self._links: dict[tuple[str, Shape], list[Link]] = {}
@@ -307,14 +307,14 @@ def _check_shift(rule: Rule) -> None:
     if rule.vocabulary and rule.shift:
         raise InvalidArgument(
             f"the weight map adds {rule.shift:g} to {rule.megatron}, which has rows of padding",
-            fix="give a rule of the vocabulary no shift",
+            fix="use no shift in a rule of the vocabulary",
         )
     with np.errstate(over="ignore"):
         rounded = float(np.float32(rule.shift))
     if not math.isfinite(rounded) or rounded != rule.shift:
         raise InvalidArgument(
-            f"the weight map adds {rule.shift!r} to {rule.megatron}, which is no finite float32",
-            fix="give the rule a shift that float32 has exactly",
+            f"the weight map adds {rule.shift!r} to {rule.megatron}, which is not a finite float32",
+            fix="use a shift that float32 represents exactly",
         )
 
 
@@ -368,14 +368,14 @@ def parse_config(config_json: bytes) -> dict[str, Any]:
     if len(config_json) > _MOST_CONFIG_BYTES:
         raise InvalidArgument(
             f"config.json has {len(config_json)} bytes, more than {_MOST_CONFIG_BYTES}",
-            fix="leave in it what describes the model",
+            fix="keep only the fields that describe the model",
         )
     try:
         config = json.loads(config_json.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"config.json cannot be read: {error}"[:300]) from error
     if not isinstance(config, dict):
-        raise InvalidArgument("config.json does not hold a JSON object")
+        raise InvalidArgument("config.json does not contain a JSON object")
     return config
 
 

@@ -99,11 +99,11 @@ def _rank(facts: EngineFacts, request: TensorParallel) -> Iterator[tuple[TensorS
     """Slices that one rank of an engine holds."""
     if request.layers is not None and request.layers[1] > facts.num_layers:
         raise InvalidArgument(
-            f"layers {request.layers[0]}:{request.layers[1]} are not all there: the model has {facts.num_layers}"
+            f"layers {request.layers[0]}:{request.layers[1]} do not all exist: the model has {facts.num_layers}"
         )
     experts = request.experts
     if experts is not None and not (facts.experts or facts.stacked):
-        raise InvalidArgument("the model has no experts to be spread", fix="ask without expert parallelism")
+        raise InvalidArgument("the model has no experts to distribute", fix="ask without expert parallelism")
     alike: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], list[Box]]] = {}
     cut = False
     for spec in _specs_of(facts, experts):
@@ -126,7 +126,7 @@ def _rank(facts: EngineFacts, request: TensorParallel) -> Iterator[tuple[TensorS
             yield cut_spec, box
     if request.size > 1 and not cut:
         raise InvalidArgument(
-            f"nothing of a {facts.model_type} model but its vocabulary would be cut for {request.size} ranks",
+            f"only the vocabulary of a {facts.model_type} model would be cut for {request.size} ranks",
             fix="the family's parallel_plan() has to name its modules (docs/families.md); or pull explicit boxes",
         )
 

@@ -119,7 +119,7 @@ def check_library_model(config_json: bytes, specs: Iterable[TensorSpec], fix: st
         )
     if found.unknown:
         log.warning(
-            "kept, although a %s of transformers does not take %s: %s",
+            "kept, although a %s of transformers does not have %s: %s",
             found.model_class,
             counted(len(found.unknown), "tensor"),
             ", ".join(found.unknown[:_NAMED]),

@@ -63,7 +63,7 @@ class ModelTensors:
         rows, columns = kept["block"]
         listed = kept.get("listed", "")
         if not isinstance(listed, str) or (listed and not _DIGEST.fullmatch(listed)):
-            raise ValueError(f"{repr(listed)[:80]} is no digest of a list of tensors")
+            raise ValueError(f"{repr(listed)[:80]} is not the digest of a list of tensors")
         return ModelTensors(
             dtypes.from_safetensors(kept["dtype"]),
             exceptions,
@@ -125,7 +125,7 @@ def tensors_found(bridge: Bridge, config: Mapping[str, Any], found: Sequence[Ten
             why = (
                 ": config.json ties it to the embedding, so it must be left out of the files" if tied else ""
             )
-            problems.append(f"{spec} is no tensor of this {bridge.model_type} model{why}")
+            problems.append(f"{spec} is not a tensor of this {bridge.model_type} model{why}")
             continue
         if spec.shape != expected:
             problems.append(f"{spec} has the wrong shape: config.json says {list(expected)}")
@@ -135,10 +135,10 @@ def tensors_found(bridge: Bridge, config: Mapping[str, Any], found: Sequence[Ten
         method = quantization_of(config)
         if method not in ("", QUANTIZED_WITH_SCALES):
             raise InvalidArgument(
-                f"the weights are quantised ({method}), and the weight map of {bridge.model_type} is of plain ones",
+                f"the weights are quantised ({method}), and the weight map of {bridge.model_type} is for plain weights",
                 details=first_lines(problems),
                 fix="dequantise them first (of MXFP4 transformers' from_pretrained makes bf16 with "
-                "Mxfp4Config(dequantize=True); save that); or register the model as it is, without a weight map: "
+                "Mxfp4Config(dequantize=True); save that); or register the model unchanged, without a weight map: "
                 "weight_map=False, or --no-weight-map",
             )
         raise InvalidArgument(

@@ -136,7 +136,7 @@ class RegisteredModel:
         problems = []
         for rank, layout in enumerate(layouts):
             problems += [
-                f"{spec}: rank {rank} holds it, and a rank before it {specs[spec.name]}"
+                f"{spec} on rank {rank}, {specs[spec.name]} on an earlier rank"
                 for spec in layout.tensors.values()
                 if specs.setdefault(spec.name, spec) != spec
             ]
@@ -144,9 +144,9 @@ class RegisteredModel:
             raise LayoutError(
                 f"the ranks contradict each other in {counted(len(problems), 'tensor')} of {self.name}"
                 if problems
-                else f"no rank holds anything of {self.name}",
+                else f"no rank holds any elements of {self.name}",
                 details=first_lines(problems),
-                fix="all ranks push the state of one model and one optimizer; see that they run the same code",
+                fix="all ranks push the state of one model and one optimizer; check that they run the same code",
             )
         return self.with_tensors(specs.values())
 
@@ -350,7 +350,7 @@ def model_type_of(config: Mapping[str, Any]) -> str:
     """Model type of a config; empty if the config does not name one. Raises InvalidArgument if it is not a short string."""
     named = config.get("model_type")
     if named is not None and not (isinstance(named, str) and named.isprintable() and len(named) <= 256):
-        raise no_weight_map(named, ", which is no name of one")
+        raise no_weight_map(named, ", which is not a valid name of a model type")
     return named or ""
 
 

@@ -100,7 +100,7 @@ def model_for_registration(
     if "config.json" not in files and ADAPTER_CONFIG not in files:
         raise InvalidArgument(
             "config.json is not among the model's files",
-            fix="name a folder that model.save_pretrained() has written",
+            fix="name a folder that model.save_pretrained() wrote",
         )
     config_json = files[config_name(files)]
     config = parse_config(config_json)
@@ -120,7 +120,7 @@ def model_for_registration(
     has_versions = there is not None and there.next_version > first_version
     if is_adapter(files) and not found:
         raise InvalidArgument(
-            f"nothing says which tensors the adapter {name} has",
+            f"the tensors of the adapter {name} are not known",
             fix="register it by its folder: weighbridge import ADAPTER_DIR MODEL --base BASE@VERSION, or TrainerClient.push_adapter",
         )
     goes_on = there is not None and is_listed(there) and same_type and (has_versions or not found)
@@ -150,7 +150,7 @@ def _listed(
             "trainer.register_model(model, hf_dir, tensors=module_or_state_dict)"
         )
         if has_weight_map(config):
-            raise InvalidArgument("without a weight map, nothing says which tensors the model has", fix=fix)
+            raise InvalidArgument("the tensors of the model are not known without a weight map", fix=fix)
         problem = ", so config.json does not say which tensors the model has"
         raise no_weight_map(config.get("model_type"), problem, fix)
     if not dtype:
@@ -232,22 +232,22 @@ def registered(head: Head, model: RegisteredModel) -> Head:
         Conflict: the model was deleted since the registration was prepared.
     """
     if first_version_of(model.files_id) != head.first_version:
-        raise Conflict(f"{model.name} was deleted meanwhile", fix="register it again")
+        raise Conflict(f"{model.name} was deleted in the meantime", fix="register it again")
     if head.next_version > head.first_version and model.is_adapter != is_adapter_head(head):
         before, now = ("an adapter", "a model") if is_adapter_head(head) else ("a model", "an adapter")
         raise FailedPrecondition(
-            f"{model.name} is registered as {before}, and this is {now}",
-            fix="use another model name",
+            f"{model.name} is registered as {before}, but this is {now}",
+            fix="use a different model name",
         )
     if head.next_version > head.first_version and not _agree(head.registration, model):
         if model.is_adapter:
             raise FailedPrecondition(
-                f"{model.name} is registered already, with {head.registration.get('tensor_count')} other tensors: rank, target modules and dtypes "
-                "of an adapter stay as they were when its first version was pushed",
-                fix="use another model name for this adapter",
+                f"{model.name} is registered already, with {head.registration.get('tensor_count')} different tensors: rank, target modules and dtypes "
+                "of an adapter stay those of its first version",
+                fix="use a different model name for this adapter",
             )
         raise FailedPrecondition(
-            f"{model.name} is registered already, with other tensors or other heads: as {head.registration.get('model_type')} in "
+            f"{model.name} is registered already, with different tensors or heads: as {head.registration.get('model_type')} in "
             f"{head.registration.get('dtype')} with {head.registration.get('tensor_count')} tensors",
             fix="register the new model under another name",
         )

@@ -94,7 +94,7 @@ def _along(
         return
     vector, coded = _vector(values, varying), _vector(check, varying)
     if not torch.equal(coded, vector * _SCALE + _SHIFT) or bool(((vector < 0) | (vector >= extent)).any()):
-        raise LayoutError(f"{name} -> {target}: elements are not placed but changed on the way")
+        raise LayoutError(f"{name} -> {target}: elements are changed, not only moved")
     if not varying:
         yield _Along(within, None, [_Run(int(vector[0]), 0, 1)])
         return

@@ -131,7 +131,7 @@ def _problem(
 ) -> str | None:
     """Error message about a declared tensor; None if it agrees with the model."""
     if not parts:
-        return f"{spec} is no tensor of this {bridge.model_type} model"
+        return f"{spec} is not a tensor of this {bridge.model_type} model"
     wanted = _dtypes(tensors, parts)
     if wanted != {spec.dtype}:
         names = " and ".join(sorted(str(dtype) for dtype in wanted))

@@ -53,11 +53,11 @@ def cast_specs(
         if spec.dtype.name.startswith("F8_"):
             raise InvalidArgument(
                 f"{spec} cannot be cast to {dtype}: its values are without their scales",
-                fix="take it as it is; `weighbridge import --dequantize` makes a version that can be cast",
+                fix="take it without a dtype; `weighbridge import --dequantize` makes a version that can be cast",
             )
         if spec.name in scales and spec.dtype != dtype:
             raise InvalidArgument(
-                f"{spec} cannot be cast to {dtype}: it scales quantised weights, which would become others",
+                f"{spec} cannot be cast to {dtype}: it scales quantised weights, which would change",
                 fix="take the version without a dtype; to have its weights in one, dequantise them (from_pretrained, model.dequantize(), "
                 "save_pretrained) and import that",
             )

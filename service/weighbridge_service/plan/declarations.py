@@ -148,7 +148,7 @@ class Agreement:
         """
         if self.prepared.spread is None or claim != self.claim:
             raise FailedPrecondition(
-                "two replicas do not agree on who pushes what", fix="push the step again"
+                "two replicas do not agree on which rank pushes which files", fix="push the step again"
             )
 
     @property
@@ -277,7 +277,7 @@ class Declarations:
         if there.home != self.home:
             raise AlreadyExists(f"rank {rank} of {self.name} pushes to another replica, {there.home}")
         if there.digest != digest:
-            raise FailedPrecondition(f"rank {rank} of {self.name} has declared another layout before")
+            raise FailedPrecondition(f"rank {rank} of {self.name} has declared a different layout before")
 
     def declare(
         self, rank: int, client_id: str, digest: str, *, planning: bool
@@ -320,8 +320,8 @@ class Declarations:
             return self, None
         # other ranks already push shards that were assigned for this rank's previous layout
         return after, VersionFailed(
-            f"rank {rank} of {self.name} holds other shards than in the push before",
-            fix="push again: the shards will be shared out anew",
+            f"rank {rank} of {self.name} holds different shards than in the previous push",
+            fix="push again: the shards will be distributed again",
         )
 
     def expected_at(self, rank: int, digest: str) -> Home | None:

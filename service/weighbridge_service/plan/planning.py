@@ -221,10 +221,10 @@ def _check_disjoint(layout: Layout) -> None:
     for tensor, indexes in layout.by_tensor.items():
         common = first_overlap([layout.placements[index].shard.box for index in indexes])
         if common is not None:
-            problems.append(f"{layout.tensors[tensor]}: box {common[2]} is there twice")
+            problems.append(f"{layout.tensors[tensor]}: box {common[2]} occurs twice")
     if problems:
         raise LayoutError(
-            counted(len(problems), "tensor has", "tensors have") + " parts that are there twice",
+            counted(len(problems), "tensor has", "tensors have") + " parts that occur twice",
             details=first_lines(problems),
         )
 
@@ -297,7 +297,7 @@ def share_out(
         for box, held in of_tensor.items():
             if by_box:
                 if len({rank for rank, _ in held}) < len(held):
-                    problems.append(f"{specs[tensor]}: box {box} is there twice on one rank")
+                    problems.append(f"{specs[tensor]}: box {box} occurs twice on one rank")
                 continue
             count = sum([holder in mains for holder in held])
             if count != 1:
@@ -313,7 +313,7 @@ def share_out(
             one, other = boxes[common[0]], boxes[common[1]]
             problems.append(
                 f"{specs[tensor]}: boxes {one} (rank {of_tensor[one][0][0]}) and {other} "
-                f"(rank {of_tensor[other][0][0]}) overlap in {common[2]} and are no replicas of each other"
+                f"(rank {of_tensor[other][0][0]}) overlap in {common[2]} and are not replicas of each other"
             )
     if problems:
         raise LayoutError(

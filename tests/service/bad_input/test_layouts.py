@@ -187,7 +187,7 @@ def test_overlaps_and_boxes_that_a_rank_holds_twice_are_named(
     upper = Box((0, 0), (20, columns))
     cases = {
         f"overlap in [10:20, 0:{columns}]": [Shard(EMBEDDING, upper), Shard(EMBEDDING, part)],
-        f"box [0:{rows}, 0:{columns}] is there twice on one rank": [Shard(EMBEDDING, all_of_it)] * 2,
+        f"box [0:{rows}, 0:{columns}] occurs twice on one rank": [Shard(EMBEDDING, all_of_it)] * 2,
     }
     for expected, shards in cases.items():
         number = raw.open(model)

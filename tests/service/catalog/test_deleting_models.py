@@ -60,7 +60,7 @@ def test_a_model_that_was_registered_wrongly_is_deleted_and_registered_anew_at_e
     first, second = replicas
     assert push(first, narrow) == 1
     check_pulled(second, narrow)
-    with pytest.raises(FailedPrecondition, match="registered already, with other tensors"):
+    with pytest.raises(FailedPrecondition, match="registered already, with different tensors"):
         push(second, wide)
     with EngineClient(first.address) as client:
         deleted = client.delete_model(MODEL)

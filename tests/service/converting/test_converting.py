@@ -537,7 +537,7 @@ def _with(name: str, tensor: Tensor, box: Box) -> Callable[[Parts], object]:
         (_without(FC1, 3, 48), r"experts\.3\.up_proj\.weight .* has no source"),
         (_without(FC1), r"experts\.0\.gate_proj\.weight .* has no source"),
         (_without("mtp.layers.1.eh_proj.weight"), r"layers\.5\.eh_proj\.weight .* has no source"),
-        (_with(FC2, torch.empty(0), Box((3, 1, 0), (1, 1, 48))), "is there twice"),
+        (_with(FC2, torch.empty(0), Box((3, 1, 0), (1, 1, 48))), "occurs twice"),
         (
             _with(
                 FC2.replace("experts.linear", "experts.3.linear"), torch.zeros(64, 48), Box.whole((64, 48))
@@ -546,9 +546,12 @@ def _with(name: str, tensor: Tensor, box: Box) -> Callable[[Parts], object]:
         ),
         (
             _with("decoder.layers.9.mlp.linear_fc2.weight", torch.zeros(64, 96), Box.whole((64, 96))),
-            r"decoder\.layers\.9\.mlp\.linear_fc2\.weight F32\[64, 96\] is no tensor of this",
+            r"decoder\.layers\.9\.mlp\.linear_fc2\.weight F32\[64, 96\] is not a tensor of this",
         ),
-        (_with("adapter.weight", torch.zeros(3), Box.whole((3,))), r"adapter\.weight F32\[3\] is no tensor"),
+        (
+            _with("adapter.weight", torch.zeros(3), Box.whole((3,))),
+            r"adapter\.weight F32\[3\] is not a tensor",
+        ),
     ],
 )
 def test_a_checkpoint_that_is_not_the_model_is_refused_by_name(
@@ -748,7 +751,7 @@ def test_an_interrupted_conversion_goes_on_only_if_nothing_has_changed(tmp_path:
 
     with pytest.raises(KeyboardInterrupt):
         begin(source, target, on_progress=interrupt_at(0.5), workers=1)
-    with pytest.raises(FailedPrecondition, match="other options") as caught:
+    with pytest.raises(FailedPrecondition, match="different options") as caught:
         begin(source, target, ConvertOptions(keys="per-layer"))
     assert "--restart" in caught.value.fix
     os.utime(source / "model.safetensors", ns=(1, 1))
@@ -938,7 +941,9 @@ def test_a_conversion_by_other_rules_does_not_go_on_with_what_was_begun(
         patch.setattr(Llama, "rules", up_before_gate)
         bridges._cached_bridge.cache_clear()
         try:
-            with pytest.raises(FailedPrecondition, match="left of a conversion of another") as caught:
+            with pytest.raises(
+                FailedPrecondition, match="left over from a conversion of a different source"
+            ) as caught:
                 begin(llama, target)
         finally:
             bridges._cached_bridge.cache_clear()
@@ -981,7 +986,7 @@ def test_the_current_folder_may_be_the_target(
     monkeypatch.chdir(tmp_path)  # the conversion has replaced the directory that was the current one
     with pytest.raises(AlreadyExists):
         convert_folder(llama, Path("here"))
-    with pytest.raises(InvalidArgument, match="cannot be made anew"):
+    with pytest.raises(InvalidArgument, match="cannot be created as a new folder"):
         convert_folder(llama, Path("/"))
     convert_folder(Path("here"), Path("back"))
     same(loaded(tmp_path / "back"), loaded(llama))

@@ -131,7 +131,7 @@ def test_a_config_of_other_heads_neither_converts_nor_imports(tmp_path: Path) ->
         lambda folder: CheckpointToPush.read(tmp_path / "checkpoint", folder),
     ):
         read(source)
-        with pytest.raises(InvalidArgument, match="not of the model that was trained") as refused:
+        with pytest.raises(InvalidArgument, match="does not describe the model that was trained") as refused:
             read(tmp_path / "other")
         assert any(f"num_attention_heads={heads}" in line for line in refused.value.details)
         assert "--config" in refused.value.fix

@@ -75,12 +75,12 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], st
         ("raise RuntimeError('no licence')", "cannot be imported: RuntimeError: no licence"),
         ("def broken(:", "cannot be imported: SyntaxError"),
         ("", "cannot be imported: AttributeError: .* has no attribute 'Mine'"),
-        ("class Mine: pass", "is no class derived from Family"),
+        ("class Mine: pass", "is not a class derived from Family"),
         (
             "from weighbridge_service.families import Family\nMine = lambda c: Family(c)",
-            "is no class derived",
+            "is not a class derived",
         ),
-        ("Mine = 'weighbridge_service.families.dense:Llama'", "is no class derived from Family"),
+        ("Mine = 'weighbridge_service.families.dense:Llama'", "is not a class derived from Family"),
     ],
 )
 def test_a_package_whose_family_is_none_is_named(

@@ -126,11 +126,11 @@ def test_a_folder_without_an_expert_is_refused(
 SPOILT: dict[str, tuple[Callable[[Folder], Folder], list[str]]] = {
     "unknown tensor": (
         lambda f: f.having("model.layers.1.mlp.experts.8.up_proj.weight", torch.zeros(48, 64)),
-        ["model.layers.1.mlp.experts.8.up_proj.weight F32[48, 64] is no tensor of this deepseek_v3 model"],
+        ["model.layers.1.mlp.experts.8.up_proj.weight F32[48, 64] is not a tensor of this deepseek_v3 model"],
     ),
     "further layer": (
         lambda f: f.having("model.layers.6.input_layernorm.weight", torch.zeros(64)),
-        ["model.layers.6.input_layernorm.weight F32[64] is no tensor"],
+        ["model.layers.6.input_layernorm.weight F32[64] is not a tensor"],
     ),
     "wrong shape": (
         lambda f: f.having(DEEPSEEK_EXPERT, torch.zeros(64, 48)),
@@ -142,7 +142,10 @@ SPOILT: dict[str, tuple[Callable[[Folder], Folder], list[str]]] = {
     ),
     "config with fewer experts": (
         lambda f: f.configured(n_routed_experts=4),
-        ["experts.4.gate_proj.weight F32[48, 64] is no tensor", "gate.weight F32[8, 64] has the wrong shape"],
+        [
+            "experts.4.gate_proj.weight F32[48, 64] is not a tensor",
+            "gate.weight F32[8, 64] has the wrong shape",
+        ],
     ),
     "config with more experts": (
         lambda f: f.configured(n_routed_experts=16),
@@ -154,7 +157,7 @@ SPOILT: dict[str, tuple[Callable[[Folder], Folder], list[str]]] = {
     ),
     "config with another rank of the query": (
         lambda f: f.configured(q_lora_rank=None),
-        ["model.layers.0.self_attn.q_proj.weight is missing", "q_a_proj.weight F32[24, 64] is no tensor"],
+        ["model.layers.0.self_attn.q_proj.weight is missing", "q_a_proj.weight F32[24, 64] is not a tensor"],
     ),
     "config with more layers of prediction": (
         lambda f: f.configured(num_nextn_predict_layers=3),
@@ -162,7 +165,7 @@ SPOILT: dict[str, tuple[Callable[[Folder], Folder], list[str]]] = {
     ),
     "config with fewer layers of prediction": (
         lambda f: f.configured(num_nextn_predict_layers=1),
-        ["model.layers.5.eh_proj.weight F32[64, 128] is no tensor"],
+        ["model.layers.5.eh_proj.weight F32[64, 128] is not a tensor"],
     ),
     "scale without weight": (
         lambda f: f.without(DEEPSEEK_EXPERT).having(f"{DEEPSEEK_EXPERT}_scale_inv", torch.ones(1, 1)),
@@ -170,7 +173,7 @@ SPOILT: dict[str, tuple[Callable[[Folder], Folder], list[str]]] = {
     ),
     "scale of no tensor": (
         lambda f: f.having("model.layers.0.mlp.evil.weight_scale_inv", torch.ones(1, 1)),
-        ["model.layers.0.mlp.evil.weight_scale_inv F32[1, 1] is no tensor"],
+        ["model.layers.0.mlp.evil.weight_scale_inv F32[1, 1] is not a tensor"],
     ),
     "scale of another shape": (
         lambda f: f.having(f"{DEEPSEEK_EXPERT}_scale_inv", torch.ones(2, 1)),
@@ -414,31 +417,31 @@ DECLARED: dict[str, tuple[Callable[[Ranks], Ranks], list[str]]] = {
     ),
     "an unknown key": (
         lambda r: held_also(r, 0, spec_of("decoder.layers.0.mlp.evil.weight", 3)),
-        ["decoder.layers.0.mlp.evil.weight F32[3] is no tensor of this deepseek_v3 model"],
+        ["decoder.layers.0.mlp.evil.weight F32[3] is not a tensor of this deepseek_v3 model"],
     ),
     "an optimizer state": (
         lambda r: held_also(r, 0, spec_of("optimizer.state.exp_avg.decoder.final_layernorm.weight", 64)),
-        ["optimizer.state.exp_avg.decoder.final_layernorm.weight F32[64] is no tensor"],
+        ["optimizer.state.exp_avg.decoder.final_layernorm.weight F32[64] is not a tensor"],
     ),
     "a layer too many": (
         lambda r: held_also(r, 2, spec_of("decoder.layers.4.input_layernorm.weight", 64)),
-        ["decoder.layers.4.input_layernorm.weight F32[64] is no tensor"],
+        ["decoder.layers.4.input_layernorm.weight F32[64] is not a tensor"],
     ),
     "a layer of prediction too many": (
         lambda r: held_also(r, 2, spec_of("mtp.layers.2.enorm.weight", 64)),
-        ["mtp.layers.2.enorm.weight F32[64] is no tensor"],
+        ["mtp.layers.2.enorm.weight F32[64] is not a tensor"],
     ),
     "experts where the model is dense": (
         lambda r: held_also(r, 0, spec_of("decoder.layers.0.mlp.router.weight", EXPERTS, 64)),
-        ["decoder.layers.0.mlp.router.weight F32[8, 64] is no tensor"],
+        ["decoder.layers.0.mlp.router.weight F32[8, 64] is not a tensor"],
     ),
     "fewer experts than the model has": (
         lambda r: {rank: resized(layout, FC2, (EXPERTS - 1, 64, 48)) for rank, layout in r.items()},
-        [f"{FC2} F32[7, 64, 48] is no tensor"],
+        [f"{FC2} F32[7, 64, 48] is not a tensor"],
     ),
     "more experts than the model has": (
         lambda r: {rank: resized(layout, FC2, (EXPERTS + 1, 64, 48)) for rank, layout in r.items()},
-        [f"{FC2} F32[9, 64, 48] is no tensor"],
+        [f"{FC2} F32[9, 64, 48] is not a tensor"],
     ),
     "fewer stacked layers than the model has": (
         lambda r: held_also(
@@ -446,15 +449,15 @@ DECLARED: dict[str, tuple[Callable[[Ranks], Ranks], list[str]]] = {
             0,
             spec_of("decoder.layers.input_layernorm.weight", LAYERS - 1, 64),
         ),
-        ["decoder.layers.input_layernorm.weight F32[3, 64] is no tensor"],
+        ["decoder.layers.input_layernorm.weight F32[3, 64] is not a tensor"],
     ),
     "stacked layers of which some are of another kind": (
         lambda r: held_also(r, 0, spec_of("decoder.layers.mlp.router.weight", LAYERS, EXPERTS, 64)),
-        ["decoder.layers.mlp.router.weight F32[4, 8, 64] is no tensor"],
+        ["decoder.layers.mlp.router.weight F32[4, 8, 64] is not a tensor"],
     ),
     "half of a tensor that has no halves": (
         lambda r: held_also(r, 0, spec_of("decoder.layers.0.self_attention.linear_proj.weight_w", 32, 128)),
-        ["decoder.layers.0.self_attention.linear_proj.weight_w F32[32, 128] is no tensor"],
+        ["decoder.layers.0.self_attention.linear_proj.weight_w F32[32, 128] is not a tensor"],
     ),
     "one half alone": (
         lambda r: held_also(
@@ -510,7 +513,9 @@ def test_layers_of_prediction_that_the_model_was_registered_without_are_refused(
     assert declare(service.address, "tests/plain", without(ranks, "mtp.")) == []
     errors = declare(service.address, "tests/plain", ranks)
     assert len(errors) == len(ranks)
-    assert any("mtp.layers.0.enorm.weight F32[64] is no tensor of this deepseek_v3" in str(e) for e in errors)
+    assert any(
+        "mtp.layers.0.enorm.weight F32[64] is not a tensor of this deepseek_v3" in str(e) for e in errors
+    )
 
 
 def declare(address: str, name: str, layouts: Ranks) -> list[WeighbridgeError]:

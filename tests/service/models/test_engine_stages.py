@@ -85,5 +85,5 @@ def test_the_language_model_of_one_with_images_is_cut_and_its_vision_tower_is_no
 def test_a_family_whose_plan_cuts_nothing_is_refused_instead_of_giving_every_rank_everything() -> None:
     source = Source(PlainBridge(), {"transformer.h.0.attn.q.weight": torch.randn(8, 8)})
     assert source.rank(1, 0).keys() == {"transformer.h.0.attn.q.weight"}
-    with pytest.raises(InvalidArgument, match=r"nothing of a plain model (.|\n)* parallel_plan"):
+    with pytest.raises(InvalidArgument, match=r"only the vocabulary of a plain model (.|\n)* parallel_plan"):
         source.rank(2, 0)

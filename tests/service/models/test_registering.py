@@ -94,14 +94,14 @@ def test_a_head_with_an_identity_of_another_release_takes_the_same_model_and_no_
     current = dict(catalog.head(NAME).registration)
     change(catalog, lambda head: replace(head, registration={**current, "identity": f"3:{'5a' * 32}"}))
     for changes in (OTHER_SHAPE, {"tie_word_embeddings": True}, {"num_hidden_layers": 1}):
-        with pytest.raises(FailedPrecondition, match="registered already, with other tensors"):
+        with pytest.raises(FailedPrecondition, match="registered already, with different tensors"):
             catalog.register_model(str(NAME), files(**changes))
-    with pytest.raises(FailedPrecondition, match="registered already, with other tensors"):
+    with pytest.raises(FailedPrecondition, match="registered already, with different tensors"):
         catalog.register_model(str(NAME), files(), "bf16")
     catalog.register_model(str(NAME), {**files(), "tokenizer.json": b"{}"})
     assert catalog.head(NAME).registration == {**current, "files": ["config.json", "tokenizer.json"]}
     # and from now on the places of elements count as well
-    with pytest.raises(FailedPrecondition, match="registered already, with other tensors or other heads"):
+    with pytest.raises(FailedPrecondition, match="registered already, with different tensors or heads"):
         catalog.register_model(str(NAME), files(**OTHER_HEADS))
 
 
@@ -209,7 +209,7 @@ def test_an_output_layer_that_the_config_ties_is_refused_with_the_reason(catalog
         )
     [problem] = caught.value.details
     assert problem.startswith(
-        "lm_head.weight F32[64, 32] is no tensor of this llama model: config.json ties it"
+        "lm_head.weight F32[64, 32] is not a tensor of this llama model: config.json ties it"
     )
 
 
@@ -299,9 +299,9 @@ def test_sizes_that_no_model_has_are_refused_by_name_before_memory_is_taken(tmp_
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "does not say of each layer what it is"),
-        ({"hybrid_override_pattern": "MX"}, "'MX' is no row of M"),
-        ({"layers_block_type": ["mamba", "ssm"]}, "does not say of each layer what it is"),
+        ({}, "does not state the kind of each layer"),
+        ({"hybrid_override_pattern": "MX"}, "'MX' is not a sequence of M"),
+        ({"layers_block_type": ["mamba", "ssm"]}, "does not state the kind of each layer"),
         ({"hybrid_override_pattern": "M-" * 300}, "num_hidden_layers = 600, not an integer from 1 to 512"),
         ({"hybrid_override_pattern": "M", "mamba_head_dim": 1 << 20}, "mamba_head_dim = 1048576"),
         ({"hybrid_override_pattern": "M", "ssm_state_size": "128"}, "ssm_state_size = '128'"),

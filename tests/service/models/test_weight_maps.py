@@ -167,7 +167,7 @@ def test_what_has_sections_is_not_taken_whole() -> None:
     whole = TensorSpec(name, F32, bridge.megatron[name].shape)
     with pytest.raises(LayoutError, match="contradicts the model") as error:
         derive_weight_map(bridge, tensors, {name: whole})
-    assert "is no tensor of this nemotron_h model" in error.value.details[0]
+    assert "is not a tensor of this nemotron_h model" in error.value.details[0]
     section = TensorSpec(f"{name}.B", F32, (24, 64))
     (link,) = derive_weight_map(bridge, tensors, {section.name: section}).links
     assert link.target_box == Box((2 * 96, 0), (24, 64))
@@ -217,7 +217,7 @@ def test_constants_are_added_to_floating_point_numbers_only() -> None:
 @pytest.mark.parametrize("shift", [0.1, 1e39, float("inf"), float("nan")])
 def test_constants_that_are_no_finite_float32_are_refused_by_name(shift: float) -> None:
     with pytest.raises(
-        InvalidArgument, match=r"to decoder\.final_layernorm\.weight, which is no finite float32"
+        InvalidArgument, match=r"to decoder\.final_layernorm\.weight, which is not a finite float32"
     ):
         Bridge(_llama_with(r"decoder.final_layernorm.weight", shift))
 
@@ -304,7 +304,7 @@ def test_layers_and_experts_beyond_count_are_refused_by_name_without_counting_th
     tensors = ModelTensors(F32).specs(bridge)
     with at_most(20_000), pytest.raises(LayoutError) as caught:
         derive_weight_map(bridge, tensors, specs)
-    assert caught.value.details == (f"{specs[name]} is no tensor of this mixtral model",)
+    assert caught.value.details == (f"{specs[name]} is not a tensor of this mixtral model",)
 
 
 def test_tracing_follows_permuted_stacked_and_split_axes() -> None:
