@@ -175,7 +175,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port[:6]) > 65535:
         raise InvalidArgument(
-            f"{address[:80]!r} is no address", fix="write it as host:port, e.g. 127.0.0.1:8080"
+            f"{address[:80]!r} is not an address", fix="write it as host:port, e.g. 127.0.0.1:8080"
         )
     return host.removeprefix("[").removesuffix("]"), int(port)
 
@@ -191,8 +191,8 @@ def _check_private(host: str, config: ServiceConfig) -> None:
     others = [each for each in addresses if not ipaddress.ip_address(str(each).partition("%")[0]).is_loopback]
     if others:
         raise InvalidArgument(
-            f"{host} is an address that other machines reach, and all that passes there could be read and changed on its way",
-            fix="name a certificate with --tls-cert and --tls-key, or say --insecure in a network that you trust",
+            f"{host} is an address that other machines reach, and traffic there could be read and changed in transit",
+            fix="name a certificate with --tls-cert and --tls-key, or pass --insecure in a network that you trust",
         )
 
 
@@ -299,7 +299,11 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
         settle()
 
         name = signal.Signals(wait_for_signal()).name
-        log.info("%s: draining for at most %g s; once more ends at once", name, config.drain_seconds)
+        log.info(
+            "%s: draining for at most %g s; a second signal ends the service at once",
+            name,
+            config.drain_seconds,
+        )
         grpc_server.refuse()
         clean = service.drain()
         exports.close()
@@ -310,7 +314,7 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
         log.log(
             logging.INFO if clean else logging.WARNING,
             "drained%s",
-            "" if clean else ", but not all was finished",
+            "" if clean else ", but some work was not finished",
         )
         return 0 if clean else 1
 

@@ -346,5 +346,5 @@ def test_a_store_that_cannot_be_made_is_said_to_be(tmp_path: Path) -> None:
     "address", ["", ":80", "host", "host:", "host:x", "host:-1", "host:65536", "host:" + "9" * 9999]
 )
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(InvalidArgument, match="is no address"):
+    with pytest.raises(InvalidArgument, match="is not an address"):
         HttpServer(address, 1024)

@@ -114,7 +114,7 @@ class KnownEngines:
                 owner = Owner(each.identity, each.host)
                 _, news = self.registry.take(owner, report, age_s=each.age_seconds, here=False)
             except WeighbridgeError as error:
-                log.info("an engine that another replica tells of is passed over: %s", error.message)
+                log.info("an engine that another replica reports is skipped: %s", error.message)
                 continue
             if news:
                 self.changes.notify(ModelName.parse(report.model))

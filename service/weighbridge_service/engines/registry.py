@@ -95,7 +95,7 @@ class EngineRegistry:
         if not shares.has_room(quota):
             raise ResourceExhausted(
                 f"{shares.held} engines of {shares.total} have reported, {shares.of.get(quota, 0)} of them by {quota or 'you'}",
-                fix="let each engine have one agent; those that report no more are forgotten",
+                fix="let each engine have one agent; engines that stop reporting are forgotten",
                 retry_after=self.leases.report_s,
             )
 

@@ -33,7 +33,7 @@ _PATTERNS = {
     "drafter": (_TEXT, "at most 255 characters of ASCII without spaces"),
     "proof": (_PROOF, "at most 32 small letters and spaces"),
     "golden": (_PROOF, "at most 32 small letters and spaces"),
-    "traceparent": (_TRACEPARENT, "as W3C Trace Context has it"),
+    "traceparent": (_TRACEPARENT, "the form that W3C Trace Context defines"),
 }
 _COUNTS = (
     "version",
@@ -66,23 +66,23 @@ def checked_report(report: EngineReport) -> EngineReport:
     for field, (pattern, what) in _PATTERNS.items():
         value = getattr(report, field)
         if not pattern.fullmatch(value) or value.endswith("\n"):
-            raise InvalidArgument(f"{shown(value)} of a report is no {field}", fix=f"use {what}")
+            raise InvalidArgument(f"{shown(value)} of a report is not a valid {field}", fix=f"use {what}")
     if report.state not in ENGINE_STATES:
         raise InvalidArgument(
-            f"{shown(report.state)} of a report is no state", fix=f"say one of {', '.join(ENGINE_STATES)}"
+            f"{shown(report.state)} of a report is not a state", fix=f"use one of {', '.join(ENGINE_STATES)}"
         )
     for field in _COUNTS:
         if not 0 <= getattr(report, field) <= _MOST:
             raise InvalidArgument(f"{field} of a report is not from 0 to {_MOST}")
     for field in _SECONDS:
         if not (math.isfinite(getattr(report, field)) and 0.0 <= getattr(report, field) <= _LONGEST_S):
-            raise InvalidArgument(f"{field} of a report is no time that has passed")
+            raise InvalidArgument(f"{field} of a report is not a duration")
     for field in _DRIFTS:
         if not (math.isfinite(getattr(report, field)) and getattr(report, field) >= 0.0):
-            raise InvalidArgument(f"{field} of a report is no difference of log probabilities")
+            raise InvalidArgument(f"{field} of a report is not a difference of log probabilities")
     parts = chosen(report.update_parts, OF_AGENT)
     if not all(math.isfinite(each) and abs(each) <= _LONGEST_S for each in parts.values()):
-        raise InvalidArgument("update_parts of a report are no seconds")
+        raise InvalidArgument("update_parts of a report are not numbers of seconds")
     return replace(
         report,
         error=_line(report.error),

@@ -56,14 +56,14 @@ def inside(root: Path, folder: str) -> Path:
     except (OSError, RuntimeError):  # a loop of links
         inside = False
     if not inside:
-        raise InvalidArgument(f"{shown(folder)} leads through a symbolic link", fix="name another folder")
+        raise InvalidArgument(f"{shown(folder)} leads through a symbolic link", fix="name a different folder")
     for parent in itertools.takewhile(lambda path: path != root, target.parents):
         if parent.exists() and not parent.is_dir():
-            raise InvalidArgument(f"{parent} is not a folder", fix="name another folder")
+            raise InvalidArgument(f"{parent} is not a folder", fix="name a different folder")
         if any((parent / name).exists() for name in _IN_EACH):
             raise InvalidArgument(
-                f"{shown(folder)} leads into another export, which is to stay as it is",
-                fix="name another folder",
+                f"{shown(folder)} is inside another export, which must not change",
+                fix="name a different folder",
             )
     return target
 
@@ -82,8 +82,8 @@ def check_own(folder: str, model: str) -> None:
     name = _OWN_NAME.fullmatch(folder.partition("/")[0])
     if name is not None and name[1] != model.replace("/", "--"):
         raise InvalidArgument(
-            f"{shown(folder)} is what an export of another model is called, and {model} is exported",
-            fix=f"name another folder, or none, which makes one that begins with {own_name(model, 0)[:-1]}",
+            f"{shown(folder)} is a name for exports of another model, not of {model}",
+            fix=f"name a different folder, or none: the default begins with {own_name(model, 0)[:-1]}",
         )
 
 

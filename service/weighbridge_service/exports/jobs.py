@@ -180,7 +180,7 @@ class Exports:
             taken = [Path(entry.job.folder) for entry in unfinished]
             target = asked or free_name(self._root, own_name(found.model, found.number), taken)
             if overlap(target, taken) or os.path.lexists(target):
-                raise AlreadyExists(f"{target} exists, or is being written", fix="name another folder")
+                raise AlreadyExists(f"{target} exists, or is being written", fix="name a different folder")
             job = ExportJob(
                 id=uuid.uuid4().hex,
                 model=found.model,

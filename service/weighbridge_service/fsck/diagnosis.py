@@ -251,7 +251,7 @@ def _findings_of_head(survey: Survey, numbers: _Numbers, adopted: Collection[int
     for name, ref in head.refs.items():
         entry = survey.entries.get(ref.version)
         if (entry is None or entry.retired) and ref.version not in adopted:
-            yield Finding(f"the ref {name} names version {ref.version}, which is not there", Mend.HEAD)
+            yield Finding(f"the ref {name} names version {ref.version}, which does not exist", Mend.HEAD)
 
 
 def _findings_of_version(
@@ -264,7 +264,7 @@ def _findings_of_version(
     if adopted:
         held = folder.described.held if folder.described is not None else ()
         until = f"; it was held ({', '.join(held)}), and will be until it is approved" if held else ""
-        yield Finding(f"is whole, and in no history{until}", Mend.HEAD, number)
+        yield Finding(f"is whole, but not in the history{until}", Mend.HEAD, number)
     elif folder.foreign:
         yield Finding(f"cannot be checked: {folder.problems[0]}", Mend.NONE, number)
         return
@@ -272,7 +272,9 @@ def _findings_of_version(
     wrong = said.contradictions(entry) if said is not None and entry is not None else ()
     if wrong:
         yield Finding(
-            f"its entry in the history says another {', '.join(wrong)} than its manifest", Mend.HEAD, number
+            f"its entry in the history has a different {', '.join(wrong)} than its manifest",
+            Mend.HEAD,
+            number,
         )
     if not folder.whole:
         if entry is not None and not entry.retired:  # a collection may delete retired versions
@@ -291,7 +293,7 @@ def _findings_of_stray(numbers: _Numbers, number: int, folder: VersionFolder) ->
     objects = counted(len(numbers.survey.folders[number]), "object")
     if number > numbers.highest:
         yield Finding(
-            f"{objects} under a number that Weighbridge has not come to, and not its own",
+            f"{objects} under a number that Weighbridge has not reached; it did not write them",
             Mend.NONE,
             number,
         )
@@ -303,7 +305,7 @@ def _findings_of_stray(numbers: _Numbers, number: int, folder: VersionFolder) ->
         yield Finding(f"{objects} of a version that is in no history", Mend.STRAY, number)
     else:
         yield Finding(
-            f"is in no history and not whole, and will be swept away by a collection: {_told(folder.problems)}",
+            f"is in no history and not whole, and a collection will delete it: {_told(folder.problems)}",
             Mend.NONE,
             number,
         )

@@ -252,8 +252,8 @@ class _Repair:
             self._store.put(self._model.head_key, after.to_json(), mode=mode)
         except Conflict as error:
             raise Conflict(
-                f"{self._model} was changed meanwhile, or something that is no object has the name of its head",
-                fix=f"stop all services of this store, look what {self._model.head_key} is, and try again",
+                f"{self._model} was changed in the meantime, or something other than an object has the name of its head",
+                fix=f"stop all services of this store, check what {self._model.head_key} is, and try again",
             ) from error
 
     def _base(self) -> Head:
@@ -281,11 +281,11 @@ class _Repair:
                 except WeighbridgeError as error:
                     failures.append(f"{self._model}@{number}: {error.message}")
         raise DataLoss(
-            f"{self._model} can be registered by no version"
+            f"no version of {self._model} can register it"
             if failures
             else f"no version of {self._model} is whole",
             details=failures[:_MOST_FAILURES],
-            fix="restore head.json from a backup; if the model never had a version, delete what there is of it and register it again",
+            fix="restore head.json from a backup; if the model never had a version, delete the rest of it and register it again",
         )
 
     def _registered_as(self, number: int) -> RegisteredModel:

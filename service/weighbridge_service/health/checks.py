@@ -78,7 +78,7 @@ class StoreChecks:
             probe(self._store)
         except FailedPrecondition as error:
             return Check.fail(STORE_CONDITIONS, error.message, error.fix)
-        return Check.ok(STORE_CONDITIONS, "it keeps conditional writes, also of writers that race")
+        return Check.ok(STORE_CONDITIONS, "it honors conditional writes, also from concurrent writers")
 
     def clock(self) -> Check:
         """Whether the clocks of this process and of the store agree."""
@@ -101,7 +101,7 @@ def check_clock(written_ms: tuple[int, int], modified_ms: int, most_ms: int) -> 
     """
     first, last = written_ms
     offset = max(first - (modified_ms + 999), modified_ms - last, 0)
-    what = f"it and the store's clock differ by {readable_duration(offset / 1000)}; {readable_duration(most_ms / 1000)} are the most"
+    what = f"it differs from the store's clock by {readable_duration(offset / 1000)}; at most {readable_duration(most_ms / 1000)} is allowed"
     fix = "set the clocks of all machines by NTP"
     if offset > most_ms:
         return Check.fail(CLOCK, what, fix)
@@ -130,11 +130,11 @@ def check_durable(failing: Sequence[Version]) -> Check:
         failing: the versions whose publication has failed so far.
     """
     if not failing:
-        return Check.ok(VERSIONS_DURABLE, "no version waits for the store to take it")
+        return Check.ok(VERSIONS_DURABLE, "no version waits for the store to accept it")
     return Check.warn(
         VERSIONS_DURABLE,
         "; ".join(f"{version}: {version.error}" for version in failing[:_NAMED]),
-        "see why the object store does not take it: the service retries until it does, holds the version in memory alone meanwhile, and "
+        "check why the object store does not accept it: the service retries until it does, holds the version in memory alone meanwhile, and "
         "gives it up if a newer version needs its memory or a caller aborts it",
     )
 
@@ -151,7 +151,7 @@ def check_models(examined: Iterable[tuple[ModelName, WeighbridgeError | None]]) 
         if error is not None:
             unreadable.append((name, error))
     if not unreadable:
-        return Check.ok(MODELS_READABLE, "what the store says of its models can be read")
+        return Check.ok(MODELS_READABLE, "the heads of the store's models can be read")
     return Check(
         MODELS_READABLE,
         CheckStatus.FAIL if len(unreadable) == count else CheckStatus.WARN,

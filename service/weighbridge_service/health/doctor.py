@@ -120,7 +120,7 @@ def _unusable(location: str, error: WeighbridgeError) -> Check:
     return Check.fail(
         _STORE,
         f"{location} cannot be used: {error.message}",
-        error.fix or "is it there, and may these credentials read and write?",
+        error.fix or "check that it exists, and that these credentials may read and write",
     )
 
 

@@ -67,10 +67,10 @@ def finding(check: NamedCheck, observed: Observation, now: float) -> Check:
             return Check.fail(
                 check.name,
                 f"no answer for {readable_duration(waited, rough=True)}",
-                "see whether what it looks at is there, and can be reached from this machine",
+                "check that what it examines exists, and can be reached from this machine",
             )
     if observed.found is None:
-        return Check.fail(check.name, "it has not been looked at yet", "ask again in a second")
+        return Check.fail(check.name, "it has not been checked yet", "ask again in a second")
     return observed.found
 
 
@@ -148,5 +148,5 @@ def _run(check: NamedCheck) -> Check:
         return Check.fail(check.name, error.message, error.fix)
     except Exception as error:
         log.exception("the check %s broke", check.name)
-        return Check.fail(check.name, f"the check itself broke: {error!r}", "see the service's log")
+        return Check.fail(check.name, f"the check itself failed: {error!r}", "see the service's log")
     return replace(found, name=check.name)

@@ -177,7 +177,7 @@ class Serving:
             transfer = model.pull_transfer(opened.files.layout, layout)
             places = {file: source.place for file, source in opened.sources.items()}
             if None in places.values():
-                raise FailedPrecondition(f"{opened.version} lies in a remote store, and not on this machine")
+                raise FailedPrecondition(f"{opened.version} is in a remote store, not on this machine")
             here = {file: place for file, place in places.items() if place is not None}
             return GrantedVersion(opened, layout, transfer, here)
         except BaseException:

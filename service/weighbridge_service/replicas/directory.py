@@ -157,7 +157,7 @@ class Directory:
                 try:
                     there = ReplicaEntry.from_json(self._store.get(key)[0], key)
                 except DataLoss as error:
-                    log.warning("%s is passed over: %s", key, error.message)
+                    log.warning("%s is skipped: %s", key, error.message)
                     continue
                 if there.until_ms + _KEPT_MS < entry.until_ms - _VALID_MS:
                     self._store.delete(key)

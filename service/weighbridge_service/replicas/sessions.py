@@ -91,7 +91,9 @@ class SharedSessions:
             check_not_failed(push.state)
         sessions = [push for push in pushes if isinstance(push, PushSession)]
         if not sessions:
-            raise NotFound(f"{model}@{number} is not received by this replica, or under another agreement")
+            raise NotFound(
+                f"this replica does not receive {model}@{number}, or receives it under a different agreement"
+            )
         holding = [session for session in sessions if session.holds(file)]
         return (holding or sessions)[0].own_file(file)
 
@@ -150,7 +152,7 @@ def _hear(session: PushSession, sender: Home, progress: Progress) -> None:
             if progress.stage is Stage.ABORTED:
                 session.post(on.Aborted(progress.error))
             error = VersionFailed(
-                f"the replica {sender} gave {session.state.name} up: {progress.error}",
+                f"the replica {sender} gave up {session.state.name}: {progress.error}",
                 fix="push the step again",
             )
             session.post(on.ReplicaLost(replica, error))

@@ -75,7 +75,7 @@ class KnownReplicas:
         try:
             _, shared = self._links.exchange(other, leaving=True)
         except WeighbridgeError as error:
-            log.info("the replica %s does not hear that this one leaves: %s", other, error.message)
+            log.info("the replica %s could not be notified that this one leaves: %s", other, error.message)
             return frozenset()
         return frozenset(progress.version[:2] for progress in shared)
 
@@ -134,7 +134,7 @@ class Takeovers:
         def fill(files: Mapping[str, ByteArray]) -> None:
             def read(part: tuple[str, int]) -> None:
                 if not go_on():
-                    raise Unavailable(f"the replica {sender} does not wait for the handover any more")
+                    raise Unavailable(f"the replica {sender} no longer waits for the handover")
                 file, start = part
                 length = min(_PART_BYTES, len(files[file]) - start)
                 data = self._links.read_file(sender, key, file, start, length)
@@ -218,7 +218,7 @@ def handed_from_proto(message: pb.TakeOverRequest) -> HandedVersion:
     name = ModelName.parse(message.model)
     model = RegisteredModel(name, sent.config_json, kept, sent.files_id, sent.side_files, listed)
     if model.files.layout.digest != sent.files_digest:
-        raise FailedPrecondition(f"this replica lays the files of {name} out otherwise")
+        raise FailedPrecondition(f"this replica lays out the files of {name} differently")
     ranks = [(rank.client_id, rank.digest) for rank in message.ranks]
     share = _share_from_proto(message.share, model) if message.HasField("share") else None
     nonfinite = message.nonfinite_elements
@@ -240,6 +240,6 @@ def _share_from_proto(message: pb.HandedShare, model: RegisteredModel) -> Handed
     numbers = (message.number, *message.owners.values(), *message.handovers)
     if message.owners.keys() != model.files.file_sizes.keys() or max(numbers) >= len(homes):
         raise InvalidArgument(
-            "the share that is handed over is of other files, or of no replica that is named"
+            "the share that is handed over has different files, or refers to a replica that is not listed"
         )
     return HandedShare(message.number, homes, dict(message.owners), dict(message.handovers))

@@ -96,7 +96,7 @@ def choose_budget(asked: int | None, reading: MemoryReading, needs: Needs) -> Me
         needs: needs of the service.
     """
     if asked is not None:
-        return MemoryBudget(asked, True, "as --memory-budget says")
+        return MemoryBudget(asked, True, "as set by --memory-budget")
     room = room_for_images(reading, needs).available
     shared = reading.tightest.name == HOST
     kept = readable_size(max(needs.process - reading.private, 0) + needs.cache)
@@ -156,7 +156,7 @@ def check_limits(reading: MemoryReading, needs: Needs) -> Check:
     """Check that the machine leaves enough memory for the service's own needs."""
     limit = reading.tightest
     what = (
-        f"of what is known, {limit.name} leaves least: {readable_size(limit.used)} of {readable_size(limit.limit)} are in use, "
+        f"of the known limits, {limit.name} leaves the least: {readable_size(limit.used)} of {readable_size(limit.limit)} are in use, "
         f"{readable_size(limit.available)} are left"
     )
     still = max(needs.process - reading.private, 0) + needs.cache
@@ -176,8 +176,8 @@ def check_budget(budget: MemoryBudget, memory: Space) -> Check:
     if budget.nbytes == 0:
         return Check.warn(
             "memory budget",
-            f"{what}: every version is put together on disk",
-            "let the service have more memory, or name a --memory-budget",
+            f"{what}: every version is assembled on disk",
+            "give the service more memory, or set --memory-budget",
         )
     if budget.nbytes > memory.most:
         return Check.warn(
@@ -202,7 +202,7 @@ def check_scratch(scratch: DiskReading, disk: Space) -> Check:
     if scratch.in_memory:
         return Check.warn(
             "scratch folder",
-            f"{what}, and lies in memory: what goes there takes memory as well",
+            f"{what}, and is in memory: files there use memory as well",
             "name a --scratch folder on a disk",
         )
     if disk.budget == 0:
@@ -233,7 +233,7 @@ def check_images(waiting: Sequence[Waiting], holdings: Sequence[Holding]) -> Che
         return Check.warn(
             "images",
             f"{'; '.join(map(str, waiting))}. Held now: {held}",
-            "wait until a version is done, or abort one; what a push needs is said for each model",
+            "wait until a version is done, or abort one; the check of each model reports what a push needs",
         )
     late = [holding for holding in holdings if _seconds_unneeded(holding) > _LONG_SECONDS]
     if late:
@@ -287,7 +287,7 @@ def _now(nbytes: int, report: MemoryReport) -> str:
     found = decide(nbytes, report.memory, report.disk)
     if report.waiting or isinstance(found, Later | Refuse):
         return "A push now would wait"
-    return f"A push now would be put together {'in memory' if found.in_memory else 'on disk'}"
+    return f"A push now would be assembled {'in memory' if found.in_memory else 'on disk'}"
 
 
 def check_store_disk(store: DiskReading, largest: int) -> Check:

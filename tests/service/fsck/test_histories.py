@@ -60,10 +60,10 @@ def test_entries_that_manifests_contradict_are_corrected_and_nothing_whole_is_de
         entry["number"] += 2 * (entry["number"] == 3)
     edit_document(folder / NAME.head_key, recent=recent)
     whats = dict(findings(folder))
-    assert whats[3] == "is whole, and in no history"
+    assert whats[3] == "is whole, but not in the history"
     assert (
         whats[5]
-        == "its entry in the history says another step, created_ms, nonfinite_elements than its manifest"
+        == "its entry in the history has a different step, created_ms, nonfinite_elements than its manifest"
     )
     repaired(folder)
     assert without_writers(history_of(opened)) == without_writers(before)
@@ -79,7 +79,7 @@ def test_a_ref_to_a_version_that_is_lost_with_its_node_goes(folder: Path, opened
     node.unlink()
     shutil.rmtree(version_folder(folder, 3, str(LONG)))
     whats = [what for _, what in findings(folder, model=LONG)]
-    assert "the ref old names version 3, which is not there" in whats
+    assert "the ref old names version 3, which does not exist" in whats
     repaired(folder, model=LONG)
     after = history_of(opened, LONG)
     assert after.head.ref_numbers == {"latest": 150, "new": 149}

@@ -233,7 +233,7 @@ def test_a_budget_beyond_a_real_limit_takes_no_memory_that_is_not_there(tmp_path
         assert f"control group /{group.name} " in checks["memory limits"]["what"]
         assert checks["memory budget"]["status"] == "warn"
         assert (
-            "8.6 GB, as --memory-budget says; the machine could give images 125.8 MB at most"
+            "8.6 GB, as set by --memory-budget; the machine could give images 125.8 MB at most"
             in (checks["memory budget"]["what"])
         )
         assert "memory budget: 8.6 GB" in service.log.read_text()  # said at the start already
@@ -262,7 +262,7 @@ def test_without_a_service_doctor_says_what_the_machine_allows_one(tmp_path: Pat
     assert re.match(rf"fail  service +http://{address}/v1/checks cannot be reached", lines[0])
     assert re.match(r" +what to do: is the service running", lines[1])
     assert re.match(
-        r"warn  memory budget +989\.6 TB, as --memory-budget says; the machine could give", lines[3]
+        r"warn  memory budget +989\.6 TB, as set by --memory-budget; the machine could give", lines[3]
     )
     assert re.match(rf"ok    scratch folder +{tmp_path} has ", lines[5])
     for wrong in ("ftp://x", "file:///etc/passwd"):

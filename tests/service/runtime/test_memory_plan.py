@@ -45,7 +45,7 @@ DISK = DiskReading("/scratch", 500 * GB, 300 * GB, in_memory=False)
 def report(memory: Space, **changes: object) -> MemoryReport:
     disk = Space(UNLIMITED, 0, (), 300 * GB, 300 * GB)
     found = MemoryReport(
-        MemoryBudget(memory.budget, True, "as --memory-budget says"),
+        MemoryBudget(memory.budget, True, "as set by --memory-budget"),
         NEEDS,
         READING,
         memory,
@@ -69,7 +69,7 @@ def test_of_a_machine_that_others_use_too_half_is_taken() -> None:
 
 
 def test_a_budget_that_somebody_names_is_taken_as_it_is() -> None:
-    assert choose_budget(7, READING, NEEDS) == MemoryBudget(7, True, "as --memory-budget says")
+    assert choose_budget(7, READING, NEEDS) == MemoryBudget(7, True, "as set by --memory-budget")
     assert choose_budget(0, READING, NEEDS).nbytes == 0
 
 
