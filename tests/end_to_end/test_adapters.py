@@ -178,7 +178,7 @@ def test_a_folder_is_imported_by_its_base_and_without_one_refused(service: Servi
     out = service.export("acme/imported", tmp_path / "out")
     assert torch.equal(log_probabilities(loaded(out)), log_probabilities(adapted()))
     assert (out / "adapter_config.json").read_bytes() == (tmp_path / "a" / "adapter_config.json").read_bytes()
-    with pytest.raises(NotFound, match="is an adapter of peft") as refused:
+    with pytest.raises(NotFound, match="is a PEFT adapter") as refused:
         service.trainer.import_folder("acme/other", tmp_path / "a")
     assert "--base" in refused.value.fix
     with pytest.raises(InvalidArgument, match="is a model, not an adapter"):

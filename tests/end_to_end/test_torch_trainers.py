@@ -218,7 +218,7 @@ def test_ranks_are_told_what_is_wrong_and_collectives_are_waited_for(
         assert "model.norm.weight: it is Partial(sum)" in said["partial"]
         assert "redistribute" in said["partial"]
         assert (
-            "model.norm.weight: its local tensor is [9], and by its placements (Shard(dim=0),) it is [32]"
+            "model.norm.weight: its local tensor is [9], but its placements (Shard(dim=0),) imply [32]"
             in said["short"]
         )
         assert "model.norm.weight F32[64]: box [0:64] has no source" in said["missing"]

@@ -81,7 +81,7 @@ class Dequantized:
         if len(spec.shape) != 2 or scale.shape != scale_shape(spec.shape, self._block):
             return f"{scale} is not one scale for each block of {list(self._block)} of {spec}"
         if not scale.dtype.is_float:
-            return f"{scale} is of a dtype that scales do not have"
+            return f"{scale} does not have a floating-point dtype"
         if not self._rows_of(scale.name, 0, scale.shape[0]).isfinite().all():
             return f"{scale} has values that are not finite"
         return None
@@ -183,7 +183,7 @@ def _config(config_json: bytes, dtype: DType) -> tuple[bytes, tuple[int, int]]:
         quantization = config.pop("quantization_config", None) or {}
         if quantization.get("quant_method", "fp8") != "fp8":
             raise InvalidArgument(
-                f"quantization_config of config.json is not that of fp8 weights in blocks: {quantization}"[
+                f"quantization_config of config.json does not describe block-wise fp8 weights: {quantization}"[
                     :300
                 ]
             )

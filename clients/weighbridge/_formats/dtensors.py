@@ -105,7 +105,7 @@ def local_shards(tensor: Any) -> list[tuple[Box, torch.Tensor]]:
     shape = [sum(stop - start for start, stop in of_axis) for of_axis in runs]
     if shape != list(local.shape):
         raise LayoutError(
-            f"its local tensor is {list(local.shape)}, and by its placements {tensor.placements} it is {shape}"
+            f"its local tensor is {list(local.shape)}, but its placements {tensor.placements} imply {shape}"
         )
     return [(box, local[where]) for box, where in boxes_of(runs)]
 
@@ -129,7 +129,7 @@ def cuts_of(
         if placement.is_replicate():
             continue
         if placement.is_partial():
-            raise LayoutError(f"it is {placement!r}: its parts have not been added up; redistribute it first")
+            raise LayoutError(f"it is {placement!r}: its parts have not been reduced; redistribute it first")
         if not hasattr(placement, "dim"):
             raise LayoutError(
                 f"its placement {placement!r} is not supported; redistribute it to Shard or Replicate"

@@ -185,10 +185,10 @@ def _remarks(folder: Path, found: safetensors_files.FolderFiles) -> tuple[str, .
     remarks = []
     if found.left_out:
         names = ", ".join(map(readable, found.left_out[:_NAMED]))
-        remarks.append(f"{names} in {folder}: not of the model's set of files, left out")
+        remarks.append(f"{names} in {folder}: left out, not part of the model's set of files")
     if found.wrapped:
         remarks.append(
-            f"{counted(found.wrapped, 'name')} in {folder}: without what torch.compile, FSDP or DDP have put into them"
+            f"{counted(found.wrapped, 'name')} in {folder}: without the parts that torch.compile, FSDP or DDP added"
         )
     return tuple(remarks)
 

@@ -146,7 +146,9 @@ class GatheredShards:
             case (str(name), value):
                 yield from self._taken(name, value)
             case _:
-                self._problems.append(Misfit(f"a {type(given).__name__} is no pair of a name and a tensor"))
+                self._problems.append(
+                    Misfit(f"a {type(given).__name__} is not a pair of a name and a tensor")
+                )
 
     def _taken(self, given_name: str, value: Any) -> Iterator[Passing]:
         import torch
@@ -155,16 +157,16 @@ class GatheredShards:
         if not isinstance(value, torch.Tensor):
             self._problems.append(Misfit(f"{given_name} is a {type(value).__name__}, not a tensor"))
         elif hasattr(value, "full_tensor"):
-            alike = "DTensors, whose shards push_state_dict takes as they are"
+            alike = "DTensors; push their shards with push_state_dict"
             self._problems.append(
                 Misfit(
-                    f"{given_name} is a DTensor, whose shards push_state_dict takes as they are",
+                    f"{given_name} is a DTensor; push its shards with push_state_dict",
                     f"are {alike}",
                     given_name,
                 )
             )
         elif value.is_meta:
-            alike = "on the meta device, and without data"
+            alike = "on the meta device, without data"
             self._problems.append(Misfit(f"{given_name} is {alike}", f"are {alike}", given_name))
         elif (sparse := not_dense(given_name, value)) is not None:
             self._found.update(() if form is None else form.tensors)
@@ -206,9 +208,9 @@ class GatheredShards:
         ]
         if problems:
             raise LayoutError(
-                f"the tensors are not as the model has them, in {counted(len(problems), 'entry', 'entries')}",
+                f"the tensors differ from those of the model in {counted(len(problems), 'entry', 'entries')}",
                 details=first_lines(told(problems)),
-                fix="give what the model's safetensors files hold, by the same names and in the same shapes, whole, and nothing else",
+                fix="pass exactly the tensors of the model's safetensors files, whole, with the same names and shapes",
             )
 
 

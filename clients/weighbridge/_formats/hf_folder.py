@@ -129,7 +129,7 @@ def write_hf_folder(
 def check_file_name(name: str) -> str:
     """``name``, if it names a file in a version's folder. Raises InvalidArgument if it could lead out of the folder."""
     if not is_file_name(name):
-        raise InvalidArgument(f"{shown(name)} is no name for a file of a model", fix=f"use {ALLOWED}")
+        raise InvalidArgument(f"{shown(name)} is not a valid name of a model file", fix=f"use {ALLOWED}")
     return name
 
 

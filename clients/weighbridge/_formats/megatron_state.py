@@ -90,10 +90,12 @@ def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
         if item.data is None:
             raise InvalidArgument(f"the shard of {item.key} has no data")
         if getattr(item, "flattened_range", None) is not None:
-            raise LayoutError(f"{item.key} is a flattened shard, which is of an optimizer and no weight")
+            raise LayoutError(
+                f"{item.key} is a flattened shard, which belongs to an optimizer and is not a weight"
+            )
         if item.data.dtype != item.dtype or tuple(item.data.shape) != tuple(item.local_shape):
             raise LayoutError(
-                f"the data of {item.key} is {item.data.dtype}{list(item.data.shape)}, and its shard says "
+                f"the data of {item.key} is {item.data.dtype}{list(item.data.shape)}, but its shard declares "
                 f"{item.dtype}{list(item.local_shape)}"
             )
         spec = TensorSpec(item.key, dtypes.from_torch(item.dtype), tuple(map(int, item.global_shape)))
@@ -155,7 +157,7 @@ def as_registered(
             details=first_lines(adapters),
             fix="fill the model before adapters are added; adapters are filled by restore_adapter"
             if filled
-            else "push them by push_adapter; or push a copy of the model into which they are merged, as by LoRAMerge of Megatron-Bridge",
+            else "push them with push_adapter; or push a copy of the model into which they are merged, for example with Megatron-Bridge's LoRAMerge",
         )
     specs: list[TensorSpec] = []
     problems: list[Misfit] = []
@@ -167,7 +169,7 @@ def as_registered(
         specs.append(wanted)
     if problems:
         raise LayoutError(
-            f"the tensors are not as the model has them, in {counted(len(problems), 'entry', 'entries')}",
+            f"the tensors differ from those of the model in {counted(len(problems), 'entry', 'entries')}",
             details=first_lines(told(problems)),
             fix="cast='allow' casts floating-point tensors; otherwise register the model in the trainer's dtype",
         )
@@ -248,7 +250,7 @@ def built_shards(factory: Any, built: Any) -> tuple[Any, ...]:
 
     found = tuple(sharded_entries(built, factory.key))
     if not all(isinstance(each, ShardedTensor) for each in found):
-        raise InvalidArgument(f"the factory of {factory.key} builds something else than ShardedTensors")
+        raise InvalidArgument(f"the factory of {factory.key} builds objects that are not ShardedTensors")
     return found
 
 

@@ -67,14 +67,14 @@ def check_prefix(unknown: Sequence[str], model: Collection[str]) -> None:
         each.startswith(given) and each.removeprefix(given) in model for each in unknown
     ):
         raise LayoutError(
-            f"{len(unknown)} names begin with {given!r}, and those of the model do not",
+            f"{len(unknown)} names begin with {given!r}, but the model's names do not",
             details=[f"{unknown[0]} is the model's {unknown[0].removeprefix(given)}"],
-            fix=f"take it off: {{name.removeprefix({given!r}): tensor for name, tensor in state_dict.items()}}",
+            fix=f"remove the prefix: {{name.removeprefix({given!r}): tensor for name, tensor in state_dict.items()}}",
         )
     there = common_prefix(model, frozenset(unknown))
     if there is not None and all(there + each in model for each in unknown):
         raise LayoutError(
-            f"{len(unknown)} names are the model's without {there!r} before them",
+            f"{len(unknown)} names lack the model's prefix {there!r}",
             details=[f"{unknown[0]} is the model's {there}{unknown[0]}"],
-            fix=f"put it there: {{{there!r} + name: tensor for name, tensor in state_dict.items()}}",
+            fix=f"add the prefix: {{{there!r} + name: tensor for name, tensor in state_dict.items()}}",
         )

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 RECIPE = "push the model itself and not its state dict: the push merges the adapters into copies: docs/recipes/lora.md"
 APART = (
-    "call model.unmerge_adapter() before: a training state has weights and adapters apart, and the push merges the weights that engines get "
-    "into copies: docs/recipes/lora.md"
+    "call model.unmerge_adapter() first: a training state stores weights and adapters separately, and the push merges them into copies for "
+    "engines: docs/recipes/lora.md"
 )
 
 
@@ -161,7 +161,7 @@ def _layers_apart(module: torch.nn.Module) -> dict[str, Any]:
     if lost:
         raise LayoutError(
             counted(len(lost), "layer has", "layers have")
-            + " adapters that were merged into DTensors in place, which peft does right for plain LoRA alone",
+            + " adapters that were merged into DTensors in place, which peft does correctly only for plain LoRA",
             details=first_lines(lost),
             fix="do not call merge_adapter() on such a model: the push merges into copies",
         )
@@ -169,8 +169,8 @@ def _layers_apart(module: torch.nn.Module) -> dict[str, Any]:
         raise LayoutError(
             counted(
                 len(mixed),
-                "layer has adapters that are merged in part",
-                "layers have adapters that are merged in part",
+                "layer has adapters that are partly merged",
+                "layers have adapters that are partly merged",
             ),
             details=first_lines(mixed),
             fix="merge all active adapters (model.merge_adapter()), or none of them (model.unmerge_adapter())",
@@ -200,7 +200,7 @@ def _check_not_tied(module: torch.nn.Module, apart: Mapping[str, Any]) -> None:
             counted(
                 len(tied), "layer has adapters and a weight that", "layers have adapters and weights that"
             )
-            + " another layer has as well, and that would be another one merged",
+            + " another layer shares, and only one of the layers would be merged",
             details=first_lines(tied),
             fix="register and train the model with tie_word_embeddings=False, or leave that layer out of target_modules",
         )
@@ -235,7 +235,7 @@ def _merged_copy(name: str, layer: Any) -> Mapping[str, torch.Tensor]:
     except (ValueError, NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
         raise LayoutError(
             f"peft cannot merge the adapters of {name}: {error}",
-            fix="push without adapters: with model.disable_adapter(), or by a method that peft merges",
+            fix="push without adapters, with model.disable_adapter(), or use a method that peft can merge",
         ) from error
 
 

@@ -158,7 +158,7 @@ def read_header(
         raise DataLoss(f"{file} has {len(data)} bytes: too short for a safetensors file")
     length = int.from_bytes(bytes(data[:8]), "little")
     if length > min(MAX_HEADER_BYTES, len(data) - 8):
-        raise DataLoss(f"{file} announces a header of {length} bytes and has only {len(data) - 8} more")
+        raise DataLoss(f"{file} declares a header of {length} bytes and has only {len(data) - 8} more")
     try:
         header = json.loads(bytes(data[8 : 8 + length]).decode("utf-8"), object_pairs_hook=_no_repeats)
         metadata = _texts(header.pop("__metadata__", None))
@@ -200,14 +200,14 @@ def _entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
     if not isinstance(shape, list) or any(
         type(n) is not int or abs(n) > _LARGEST for n in (begin, end, *shape)
     ):
-        raise ValueError(f"offsets and extents of {name[:80]!r} are not integers of 64 bits")
+        raise ValueError(f"offsets and extents of {name[:80]!r} are not 64-bit integers")
     return begin, end, name, str(entry["dtype"])[:40], tuple(shape)
 
 
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key occurs twice")
     return found
 
 
@@ -230,7 +230,7 @@ def layout_of_files(
         file, specs, placed = read_header(data, name, None if sizes is None else sizes[name])
         for spec in specs:
             if spec.name in tensors:
-                raise DataLoss(f"{spec.name} stands in {name} and in another file of the same folder")
+                raise DataLoss(f"{spec.name} is in {name} and in another file of the same folder")
             tensors[spec.name] = spec
         files.append(file)
         placements += placed
@@ -317,14 +317,14 @@ def _weights_in(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...], Mapping
         files: list[Any] = list(listed.values())
         if any(not isinstance(name, str) or not _FILE_NAME.fullmatch(name) for name in files):
             raise DataLoss(
-                f"{index} names something that is no safetensors file, or lies outside of the folder"
+                f"{index} names something that is not a safetensors file, or is outside the folder"
             )
     found = weight_files(there, listed.values() if has_index else None)
     if not found.taken:
         check_finished(folder, (path.name for path in folder.glob("*")))
         raise NotFound(
             f"there are no safetensors files in {folder}",
-            fix=f"{' and '.join(pickled)} cannot be read without running what is in them: load the folder with transformers' from_pretrained, "
+            fix=f"{' and '.join(pickled)} cannot be read without running the code in them: load the folder with transformers' from_pretrained, "
             "and save it with save_pretrained(NEW_FOLDER), which writes safetensors"
             if (pickled := sorted(path.name for path in folder.glob("pytorch_model*.bin"))[:3])
             else "save the model with model.save_pretrained(folder), which writes safetensors",
@@ -344,8 +344,8 @@ def _read_index(index: Path, folder: Path) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_HEADER_BYTES:
             raise DataLoss(
-                f"{index} is an index of {size} bytes",
-                fix="save the model again, or remove it if there is one file of weights",
+                f"{index} has {size} bytes, too many for an index",
+                fix="save the model again, or remove the index if there is only one file of weights",
             )
         return file.read(MAX_HEADER_BYTES)
 

@@ -150,7 +150,7 @@ def check_target(layout: Layout, placement: Placement, tensor: torch.Tensor) -> 
     if tensor.dtype.is_floating_point and tensor.dtype != dtype.torch:
         raise LayoutError(
             f"{name}: a tensor of {tensor.dtype} was given for a slice of {dtype.torch}",
-            fix=f"give one of {dtype.torch}, or pull with dtype= to have the slice cast",
+            fix=f"pass one of {dtype.torch}, or pull with dtype= to cast the slice",
         )
     check_size(placement, tensor)
 

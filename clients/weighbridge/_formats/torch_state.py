@@ -32,7 +32,7 @@ ALLOW, EXACT, NEVER = CASTS = ("allow", "exact", "never")
 """Rules for a tensor whose floating-point dtype differs from the model's: cast it; cast it if the cast is exact; refuse it."""
 NAMED = 20
 """Number of problems that an error names; it counts them all."""
-_ASKS = "a pull brings another dtype if it is asked to: pull(..., dtype='bf16')"
+_ASKS = "a pull can cast to a different dtype: pull(..., dtype='bf16')"
 _NOT_ALLOWED, _NOT_EXACT = "casts are not allowed", "the cast would not be exact"
 
 
@@ -148,7 +148,7 @@ def adapter_targets(
     return reader.shards(
         whole=strict,
         others=not strict,
-        fix=f"fill an adapter that is made with the adapter_config.json of {of}; strict=False fills what both have",
+        fix=f"fill an adapter built from the adapter_config.json of {of}; strict=False fills only the tensors that both have",
     )
 
 
@@ -175,14 +175,14 @@ def tensor_specs(state: Any) -> list[TensorSpec]:
     ]
     if wrong:
         raise LayoutError(
-            f"the state dict holds what is no tensor, in {counted(len(wrong), 'entry', 'entries')}",
+            f"the state dict contains values that are not tensors, in {counted(len(wrong), 'entry', 'entries')}",
             details=first_lines(wrong),
-            fix="leave them out, here and when it is pushed",
+            fix="leave them out here and in each push",
         )
     sparse = [found for name, value in entries if (found := not_dense(name, value)) is not None]
     if sparse:
         raise LayoutError(
-            f"the state dict holds what is not dense, in {counted(len(sparse), 'entry', 'entries')}",
+            f"the state dict contains tensors that are not dense, in {counted(len(sparse), 'entry', 'entries')}",
             details=first_lines(told(sparse)),
         )
     names = unwrapped_names(name for name, _ in entries)
@@ -226,8 +226,8 @@ def check_not_copied(module: torch.nn.Module, layout: Layout, tensors: Sequence[
         raise LayoutError(
             counted(
                 len(copied),
-                "tensor of the module's state_dict() is a copy of its own",
-                "tensors of the module's state_dict() are copies of its own",
+                "tensor of the module's state_dict() is a separate copy",
+                "tensors of the module's state_dict() are separate copies",
             ),
             details=first_lines(copied),
             fix="use fully_shard (FSDP2), or restore a state dict and load it into the module",
@@ -276,7 +276,7 @@ class _Reader:
             shape = shape_of(value)
             problem = misfit(form, shape, value.dtype, self._cast, filled=self._filled)
             if value.is_meta:
-                alike = "on the meta device, and without data"
+                alike = "on the meta device, without data"
                 problem = Misfit(f"{form.name} is {alike}", f"are {alike}", form.name)
             if problem:
                 self._problems.append(problem)
@@ -335,15 +335,15 @@ class _Reader:
         if problems:
             for_casts = all(_NOT_ALLOWED in each.text or _NOT_EXACT in each.text for each in problems)
             raise LayoutError(
-                f"the tensors are not as {self._of} has them, in {counted(len(problems), 'entry', 'entries')}",
+                f"the tensors differ from those of {self._of} in {counted(len(problems), 'entry', 'entries')}",
                 details=first_lines(told(problems)),
                 fix=f"cast='allow' casts them{'; ' + _ASKS if self._filled else ', and the report says how many'}"
                 if for_casts
                 else fix
                 or (
-                    f"fill a model that is built from the config.json of {self._of}; strict=False fills what both have"
+                    f"fill a model that is built from the config.json of {self._of}; strict=False fills only the tensors that both have"
                     if self._filled
-                    else "give what the model's safetensors files hold, by the same names and in the same shapes, and nothing else"
+                    else "pass exactly the tensors of the model's safetensors files, with the same names and shapes"
                 ),
             )
         layout = self._model.stream(self._shards)
@@ -403,7 +403,7 @@ def _entries(state: Any, merge: bool) -> Iterator[tuple[str, Any]]:
                 yield name, value
             case _:
                 raise InvalidArgument(
-                    f"a {type(state).__name__} is no state dict",
+                    f"a {type(state).__name__} is not a state dict",
                     fix="pass a module, a state dict, or pairs of a name and a tensor",
                 )
 
@@ -420,7 +420,7 @@ def not_dense(name: str, value: torch.Tensor) -> Misfit | None:
 
     if value.layout == torch.strided:
         return None
-    alike = f"of {value.layout}, and versions have dense tensors: give tensor.to_dense()"
+    alike = f"of {value.layout}, but versions contain dense tensors: pass tensor.to_dense()"
     return Misfit(f"{name} is {alike}", f"are {alike}", name)
 
 
@@ -460,7 +460,7 @@ def misfit(
     ``filled``: whether the tensor is filled from the model, instead of pushed to it.
     """
     if tuple(shape) == (0,) and 0 not in form.shape:
-        why = "of a model that ZeRO-3 has partitioned, give the module itself"
+        why = "for a model that ZeRO-3 has partitioned, pass the module itself"
         return Misfit(
             f"{form.name} is empty, and the model has {form}; {why}",
             f"are empty, and the model's are not; {why}",

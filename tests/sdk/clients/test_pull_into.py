@@ -107,7 +107,7 @@ def test_all_that_does_not_fit_is_said_before_anything_is_changed(
     before = {name: tensor.clone() for name, tensor in state.items()}
     with pytest.raises(LayoutError) as caught:
         engine.pull(MODEL).into(state)
-    assert f"not as {MODEL}@1 has them" in caught.value.message
+    assert f"differ from those of {MODEL}@1 in" in caught.value.message
     assert f"built from the config.json of {MODEL}@1" in caught.value.fix
     said = "\n".join(caught.value.details)
     assert f"{EMBED} is [3, 4]" in said

@@ -234,7 +234,9 @@ def test_sparse_tensors_are_refused_by_name_at_every_door(kept: str) -> None:
     state = dict(files)
     state["model.head.weight"] = files["model.head.weight"].to_sparse(layout=getattr(torch, kept))
     state["more.weight"] = state["model.head.weight"]
-    told = rf"model.head.weight is of torch.{kept}, and versions have dense tensors: give tensor.to_dense\(\)"
+    told = (
+        rf"model.head.weight is of torch.{kept}, but versions contain dense tensors: pass tensor.to_dense\(\)"
+    )
     with pytest.raises(LayoutError, match=told):
         torch_shards(state, specs(files), whole=True)
     with pytest.raises(LayoutError, match=told):

@@ -149,7 +149,7 @@ def test_an_adapter_of_a_tied_weight_is_refused_for_merged_it_would_be_two_weigh
     tied = tiny_model(tiny_config("llama", tied=True, num_hidden_layers=2, vocab_size=64), seed=1)
     model = peft.get_peft_model(tied, peft.LoraConfig(r=4, target_modules=["embed_tokens"]))
     with pytest.raises(
-        LayoutError, match="1 layer has adapters and a weight that another layer has"
+        LayoutError, match="1 layer has adapters and a weight that another layer shares"
     ) as refused:
         list(merged_weights(model))
     assert refused.value.details == ("base_model.model.model.embed_tokens",)

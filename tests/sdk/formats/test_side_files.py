@@ -26,7 +26,7 @@ OF_A_MODEL = [
 OF_NONE = {
     "pytorch_model.bin": "weights", "pytorch_model.bin.index.json": "weights", "flax_model.msgpack": "weights", "model.gguf": "weights",
     "optimizer.pt": "trainer", "trainer_state.json": "trainer", "training_args.bin": "trainer", "rng_state_0.pth": "trainer",
-    "wandb/": "trainer", "onnx/": "weights of its own", "checkpoint-500/": "weights of its own", "a name.txt": "can be called", "a/b c/d.txt": "can be called",
+    "wandb/": "trainer", "onnx/": "weights of its own", "checkpoint-500/": "weights of its own", "a name.txt": "not a valid file name", "a/b c/d.txt": "not a valid file name",
 }  # fmt: skip
 """Files that are left out, with a part of each reason."""
 BESIDE = [
@@ -150,7 +150,7 @@ def test_a_snapshot_in_a_cache_of_the_hub_is_read_through_its_links(tmp_path: Pa
     # a folder that only claims to be such a cache
     (repo / "blobs/0").unlink()
     (repo / "blobs/0").symlink_to("/etc/hostname")
-    with pytest.raises(InvalidArgument, match="out of its folder"):
+    with pytest.raises(InvalidArgument, match="outside its folder"):
         SideFiles.read(folder)
 
 
@@ -167,17 +167,17 @@ def test_links_are_followed_within_the_folder_alone_and_devices_are_not_opened(t
     read = SideFiles.read(folder)
     assert read.files == {"config.json": b"config.json", "vocab.json": b"..2026/vocab.json"}
     assert read.left_out == {
-        "notes.json": "it is a link out of the folder", "more": "it is a link to a folder", "gone.json": "it is a link to what is not there",
-        "log.json": "it is no regular file", "round.json": "it is no regular file", "pipe.json": "it is no regular file",
+        "notes.json": "it is a link out of the folder", "more": "it is a link to a folder", "gone.json": "it is a dangling link",
+        "log.json": "it is not a regular file", "round.json": "it is not a regular file", "pipe.json": "it is not a regular file",
     }  # fmt: skip
     for name, error in (("notes.json", InvalidArgument), ("log.json", DataLoss), ("gone.json", NotFound)):
         with pytest.raises(error, match=name):
             map_file(folder, name)
-    with pytest.raises(InvalidArgument, match="out of its folder"), open_file(folder, "notes.json"):
+    with pytest.raises(InvalidArgument, match="outside its folder"), open_file(folder, "notes.json"):
         pass
     (folder / "config.json").unlink()
     (folder / "config.json").symlink_to(secret)
-    with pytest.raises(InvalidArgument, match=r"config\.json is a link to .*, out of its folder"):
+    with pytest.raises(InvalidArgument, match=r"config\.json is a link to .*, outside its folder"):
         SideFiles.read(folder)
 
 

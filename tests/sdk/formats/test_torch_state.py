@@ -104,7 +104,7 @@ def test_modules_dicts_and_generators_say_the_same() -> None:
 
 @pytest.mark.parametrize("entries", [torch.ones(2, 2), 7, None, [torch.ones(2)], "model"])
 def test_what_is_no_state_dict_is_refused(entries: Any) -> None:
-    with pytest.raises(InvalidArgument, match="is no state dict"):
+    with pytest.raises(InvalidArgument, match="is not a state dict"):
         read(entries)
 
 
@@ -150,7 +150,7 @@ def test_names_that_all_have_one_thing_before_them_are_one_mistake() -> None:
     inner = {
         name.removeprefix("model."): value for name, value in state().items() if name.startswith("model.")
     }
-    with pytest.raises(LayoutError, match=r"without 'model\.' before them") as error:
+    with pytest.raises(LayoutError, match=r"lack the model's prefix 'model\.'") as error:
         read(inner)
     assert "'model.' + name" in error.value.fix
 

@@ -74,7 +74,7 @@ def test_a_save_in_one_file_beside_the_index_of_an_earlier_one_is_refused_as_loa
     with pytest.raises(InvalidArgument, match=r"model\.safetensors and an index of other files") as refused:
         names(tmp_path)
     assert refused.value.details[:2] == ("model.safetensors", min(p.name for p in tmp_path.glob("model-*")))
-    assert "move away model.safetensors, or the index" in refused.value.fix
+    assert "an earlier save left: model.safetensors, or the index" in refused.value.fix
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "model.safetensors"}}))
     found = FolderWeights.read(tmp_path, b"{}")
     assert len(found.layout.tensors) == 12
@@ -98,10 +98,10 @@ def test_an_index_that_is_a_link_to_nothing_or_out_of_the_folder_is_not_passed_o
     index = sharded / "model.safetensors.index.json"
     elsewhere = index.rename(sharded.with_name("elsewhere.json"))
     index.symlink_to(elsewhere)
-    with pytest.raises(InvalidArgument, match="out of its folder"):
+    with pytest.raises(InvalidArgument, match="outside its folder"):
         read_folder(sharded)
     elsewhere.unlink()
-    with pytest.raises(NotFound, match=r"index\.json is a link to what is not there"):
+    with pytest.raises(NotFound, match=r"index\.json is a dangling link"):
         read_folder(sharded)
 
 
@@ -237,6 +237,6 @@ def test_a_folder_of_another_kind_says_what_it_is_and_what_to_do(tmp_path: Path)
         read_folder(tmp_path)
     assert "pytorch_model.bin cannot be read" in refused.value.fix
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(NotFound, match="is an adapter of peft") as refused:
+    with pytest.raises(NotFound, match="is a PEFT adapter") as refused:
         SideFiles.read(tmp_path)
     assert "merge_and_unload" in refused.value.fix

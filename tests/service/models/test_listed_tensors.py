@@ -568,8 +568,8 @@ def test_a_module_on_any_device_says_the_same_and_is_pushed_by_its_names(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"a": 5}, "the state dict holds what is no tensor, in 1 entry"),
-        (5, "is no state dict"),
+        ({"a": 5}, "the state dict contains values that are not tensors, in 1 entry"),
+        (5, "is not a state dict"),
         ({"model.base_layer.weight": torch.zeros(1)}, "LoRA"),
         ([("a", torch.zeros(1)), ("_orig_mod.a", torch.zeros(2))], "given more than once"),
         ({"a": torch.zeros(2, dtype=torch.complex128)}, "complex128"),

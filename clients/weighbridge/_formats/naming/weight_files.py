@@ -32,7 +32,7 @@ CONSOLIDATE = (
     "torch.distributed.checkpoint._consolidate_hf_safetensors; or save with enable_consolidation=True"
 )
 MERGE_ADAPTER = "merge it first: AutoPeftModelForCausalLM.from_pretrained(ADAPTER_FOLDER).merge_and_unload().save_pretrained(NEW_FOLDER)"
-IMPORT_ADAPTER = "or keep it as it is, by its base: weighbridge import ADAPTER_FOLDER MODEL --base BASE@VERSION, with a model name of its own"
+IMPORT_ADAPTER = "or import it as an adapter of its base: weighbridge import ADAPTER_FOLDER MODEL --base BASE@VERSION, under a model name of its own"
 _FORMATS_OF_OTHERS = ("tf", "flax")
 _NAMED = 20
 
@@ -70,9 +70,9 @@ def weight_files(there: Collection[str], listed: Iterable[str] | None) -> Weight
         taken = tuple(sorted(set(listed)))
         if _WHOLE in there and _WHOLE not in taken:
             raise InvalidArgument(
-                f"the folder has {_WHOLE} and an index of other files, so it is two models: transformers loads the first one, vLLM and SGLang the other",
+                f"the folder has {_WHOLE} and an index of other files, so it contains two models: transformers loads the first one, vLLM and SGLang the other",
                 details=first_lines([_WHOLE, *taken]),
-                fix=f"move away {_WHOLE}, or the index and its files, whichever an earlier save has left; a new folder for each save has no such rest",
+                fix=f"move away whichever an earlier save left: {_WHOLE}, or the index and its files; a new folder for each save avoids this",
             )
         return WeightFiles(taken, tuple(sorted(set(there).difference(taken))))
     other_form = {name for name in there if _OTHER_FORM.fullmatch(name)}
@@ -81,8 +81,8 @@ def weight_files(there: Collection[str], listed: Iterable[str] | None) -> Weight
     adapters = [name for name in taken if _ADAPTER.fullmatch(name)]
     if adapters:
         raise InvalidArgument(
-            f"{' and '.join(adapters)} in the folder is an adapter, and no weights of a model",
-            fix=f"{MERGE_ADAPTER}; {IMPORT_ADAPTER}; where the folder has the merged weights as well, move it away",
+            f"{' and '.join(adapters)} in the folder is an adapter, not the weights of a model",
+            fix=f"{MERGE_ADAPTER}; {IMPORT_ADAPTER}; if the folder also has the merged weights, move the adapter away",
         )
     _check_series(taken)
     return WeightFiles(taken, tuple(sorted(set(there).difference(taken))))
@@ -96,7 +96,7 @@ def _check_of_ranks(names: Iterable[str]) -> None:
                     f"{name} is a rank's file of {writer}: it holds parts of tensors",
                     fix=CONSOLIDATE
                     if pattern is _OF_A_RANK[0][0]
-                    else "give the folder that they were made of",
+                    else "name the folder from which they were made",
                 )
 
 
@@ -113,9 +113,9 @@ def _check_series(names: Collection[str]) -> None:
             alone.append(name)
     if len(series) > 1 or (series and alone):
         raise InvalidArgument(
-            f"the folder has {counted(len(names), 'safetensors file')} of several sets and no index, so nothing says which are the model",
+            f"the folder has {counted(len(names), 'safetensors file')} of several sets and no index, so the model's files cannot be identified",
             details=first_lines(sorted(names)),
-            fix="move the files of others away, or save the folder with model.save_pretrained(folder), which writes an index",
+            fix="move the files of other models away, or save the folder with model.save_pretrained(folder), which writes an index",
         )
     for (stem, count), numbers in series.items():
         first = 0 if 0 in numbers else 1
@@ -124,8 +124,8 @@ def _check_series(names: Collection[str]) -> None:
         if missing:
             have = ", ".join(map(str, sorted(numbers)[:_NAMED]))
             raise NotFound(
-                f"of the {count} files {stem}-*-of-*.safetensors {missing} {'is' if missing == 1 else 'are'} missing; there are "
-                f"those of number {have}",
+                f"of the {count} files {stem}-*-of-*.safetensors {missing} {'is' if missing == 1 else 'are'} missing; the folder has "
+                f"only number {have}",
                 fix="download or save all files of the folder again",
             )
 
@@ -145,7 +145,7 @@ def check_finished(folder: object, there: Iterable[str]) -> None:
     if "distcp" in endings and "safetensors" not in endings and ".metadata" not in names:
         raise NotFound(
             f"{folder} is a checkpoint whose save has not finished: it has .distcp files, and no .metadata, which is written last",
-            fix="wait until the save is over, or give the checkpoint of an earlier step; where the folder was copied, copy hidden files as well",
+            fix="wait until the save has finished, or name the checkpoint of an earlier step; if the folder is a copy, copy hidden files as well",
         )
 
 
@@ -162,9 +162,9 @@ def check_listed(listed: Mapping[str, str], there: Collection[str]) -> None:
     missing = [f"{name} in {file}" for name, file in listed.items() if name not in there]
     if missing:
         raise DataLoss(
-            f"the index lists {counted(len(missing), 'tensor')} that the files do not have",
+            f"the index lists {counted(len(missing), 'tensor')} that the files do not contain",
             details=first_lines(missing),
-            fix="download or save all files of the folder again, the index with them",
+            fix="download or save all files of the folder again, including the index",
         )
 
 
@@ -188,6 +188,6 @@ def check_parts(file: str, metadata: Mapping[str, str], offsets: Mapping[str, Co
         )
     if metadata.get("format") in _FORMATS_OF_OTHERS:
         raise InvalidArgument(
-            f"{file} holds weights of {metadata['format']}, whose names and axes are others than torch's",
+            f"{file} holds weights of {metadata['format']}, whose names and axes differ from torch's",
             fix="load them with transformers' from_pretrained(folder, from_tf=True or from_flax=True), and save the model again",
         )

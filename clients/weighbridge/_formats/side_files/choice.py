@@ -89,7 +89,9 @@ def choose(found: Iterable[Found], most_bytes: int = MAX_BYTES) -> Choice:
     for each in files:
         inside = next((folder for folder in _folders(each.name) if folder in apart), None)
         if inside is not None:
-            left_out[inside] = "it is of the trainer" if inside in _LOGS else "it holds weights of its own"
+            left_out[inside] = (
+                "it belongs to the trainer" if inside in _LOGS else "it holds weights of its own"
+            )
         elif not _is_own(each.name):
             reason = _reason(each.name)
             if reason:
@@ -103,7 +105,7 @@ def choose(found: Iterable[Found], most_bytes: int = MAX_BYTES) -> Choice:
             continue
         if each.nbytes > room:
             left_out[each.name] = (
-                f"it has {readable_size(each.nbytes)}, and {readable_size(most_bytes)} can be registered in all"
+                f"it has {readable_size(each.nbytes)}, and at most {readable_size(most_bytes)} can be registered in total"
             )
             continue
         taken.add(each.name)
@@ -128,9 +130,9 @@ def _reason(name: str) -> str:
     last = name.rpartition("/")[2].lower()
     if not is_file_name(name):
         part = next((each for each in name.split("/") if not is_component(each)), name)
-        return f"no file of a version can be called {part[:80]!r}"
+        return f"{part[:80]!r} is not a valid file name in a version"
     if _TRAINING.match(last):
-        return "it is of the trainer"
+        return "it belongs to the trainer"
     if last.endswith(_OWN_ENDINGS) or last in _OWN_FILES:
         return "a version has such files of its own"
     if _WEIGHTS.search(last) or _INDEX.search(last):

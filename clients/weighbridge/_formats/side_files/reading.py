@@ -24,8 +24,8 @@ _MOST_BYTES = 256 << 20
 """Maximum bytes of all files together: several times the limit for registration, but small enough for memory."""
 _NAMED = 20
 _REASONS: dict[type[WeighbridgeError], str] = {
-    NotFound: "it is a link to what is not there",
-    DataLoss: "it is no regular file",
+    NotFound: "it is a dangling link",
+    DataLoss: "it is not a regular file",
     InvalidArgument: "it is a link out of the folder",
 }
 
@@ -58,7 +58,7 @@ class SideFiles:
         if not os.path.lexists(folder / CONFIG):
             if (folder / ADAPTER_CONFIG).is_file():
                 raise NotFound(
-                    f"{folder} is an adapter of peft, and no model", fix=f"{MERGE_ADAPTER}; {IMPORT_ADAPTER}"
+                    f"{folder} is a PEFT adapter, not a model", fix=f"{MERGE_ADAPTER}; {IMPORT_ADAPTER}"
                 )
             raise NotFound(
                 f"there is no {CONFIG} in {folder}",
@@ -92,8 +92,8 @@ def _check_size(folder: Path, files: Sequence[Found]) -> None:
     if total > _MOST_BYTES:
         largest = max(files, key=lambda each: each.nbytes)
         raise InvalidArgument(
-            f"the files besides the weights in {folder} have {readable_size(total)}, of which {readable(largest.name)} has "
-            f"{readable_size(largest.nbytes)}; a model has {readable_size(_MOST_BYTES)} at most",
+            f"the files other than the weights in {folder} have {readable_size(total)}, of which {readable(largest.name)} has "
+            f"{readable_size(largest.nbytes)}; the limit for a model is {readable_size(_MOST_BYTES)}",
             fix="move what does not belong to the model out of the folder",
         )
 
@@ -116,7 +116,7 @@ def _files_of(folder: Path) -> tuple[list[Found], dict[str, str]]:
     while waiting:
         prefix = waiting.pop()
         if prefix.count("/") >= MOST_LEVELS:
-            elsewhere[prefix] = "it lies too deep"
+            elsewhere[prefix] = "it is nested too deeply"
             continue
         for entry in _entries(folder / prefix):
             name = prefix + entry.name

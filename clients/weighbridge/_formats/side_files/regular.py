@@ -44,10 +44,8 @@ def fault_of(path: Path, folder: Path) -> WeighbridgeError | None:
         regular = stat.S_ISREG(there.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
-            return NotFound(
-                f"{path} is a link to what is not there", fix="download all files of the folder again"
-            )
-        return NotFound(f"there is no file {path}", fix="download or save all files of the folder again")
+            return NotFound(f"{path} is a dangling link", fix="download all files of the folder again")
+        return NotFound(f"{path} does not exist", fix="download or save all files of the folder again")
     except (OSError, RuntimeError) as error:
         if (
             not isinstance(error, OSError) or error.errno == errno.ELOOP
@@ -58,7 +56,7 @@ def fault_of(path: Path, folder: Path) -> WeighbridgeError | None:
         return DataLoss(f"{path} is not a regular file", fix="put the file in its place, or remove it")
     if not any(there.is_relative_to(root) for root in reach_of(folder)):
         return InvalidArgument(
-            f"{path} is a link to {there}, out of its folder",
+            f"{path} is a link to {there}, outside its folder",
             fix="put the file itself in its place, or remove the link",
         )
     return None
@@ -79,11 +77,11 @@ def open_regular(path: Path, folder: Path) -> int:
     try:
         fd = _open(path.resolve())
     except FileNotFoundError as error:
-        raise NotFound(f"{path} was removed meanwhile") from error
+        raise NotFound(f"{path} was removed before it was opened") from error
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise ResourceExhausted(
-                f"{path} cannot be opened: {error.strerror}", fix="allow this process more of them: ulimit -n"
+                f"{path} cannot be opened: {error.strerror}", fix="raise the limit of this process: ulimit -n"
             ) from error
         raise InvalidArgument(
             f"{path} cannot be read: {error.strerror}", fix="let this user read it, or remove it"

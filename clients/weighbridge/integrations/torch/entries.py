@@ -98,7 +98,7 @@ def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> P
     items = list(items)
     check_merged(
         [item.index.fqn for item in items],
-        "save the merged weights: dict(weighbridge.integrations.peft.merged_weights(model)): docs/recipes/lora.md",
+        "save what is merged: dict(weighbridge.integrations.peft.merged_weights(model)): docs/recipes/lora.md",
     )
     found: list[tuple[WriteItem, Part]] = []
     copies: list[str] = []
@@ -136,12 +136,12 @@ def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> P
                 fix=f"WeighbridgeWriter(..., prefix={prefix!r})",
             )
         raise LayoutError(
-            f"the tensors are not as the model has them, in {counted(len(problems), 'entry', 'entries')}",
+            f"the tensors differ from those of the model in {counted(len(problems), 'entry', 'entries')}",
             details=first_lines(problems),
             fix="keep only the model here, and save optimizers and other state with another writer: "
             "dcp.save({'optimizer': ...}, checkpoint_id=folder)"
             if others
-            else "save only the tensors that the model's safetensors files contain, with the same names and shapes",
+            else "pass exactly the tensors of the model's safetensors files, with the same names and shapes",
         )
     specs = [entries.model[name] for name in dict.fromkeys(part.tensor for _, part in found)]
     layout = Layout.stream(specs, [Shard(part.tensor, part.box) for _, part in found])
@@ -165,7 +165,7 @@ def check_none_absent(names: Iterable[str], entries: Entries) -> None:
         raise LayoutError(
             f"the ranks together do not hold all of the model: {counted(len(absent), 'tensor is', 'tensors are')} missing",
             details=first_lines(f"{spec} is missing" for spec in absent),
-            fix="save all tensors that the model's safetensors files contain, with the same names",
+            fix="save all tensors that the model's safetensors files hold, by the same names",
         )
 
 
@@ -189,7 +189,7 @@ def check_one_box(planner: Any, entry: str) -> None:
     value = planned_state(planner).get(entry)
     if isinstance(value, torch.Tensor) and len(local_shards(value)) > 1:
         raise LayoutError(
-            f"{entry}: this rank's shard consists of several parts of the tensor, and torch.distributed.checkpoint supports only one",
+            f"{entry}: this rank's shard lies in several places of the tensor, and torch.distributed.checkpoint knows only one",
             fix="use push_state_dict and restore_state_dict, or sizes that the ranks share evenly",
         )
 
