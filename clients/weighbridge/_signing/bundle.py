@@ -65,11 +65,11 @@ class Bundle:
             return Bundle(content, signer, certificates, Statement.read(payload))
         except InvalidArgument as error:
             raise InvalidArgument(
-                f"this is no signature of a version: {error.message}", fix=error.fix
+                f"this is not a signature of a version: {error.message}", fix=error.fix
             ) from error
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise InvalidArgument(
-                f"this is no signature of a version: {error!r}"[:300],
+                f"this is not a signature of a version: {error!r}"[:300],
                 fix="make one with weighbridge sign, or model_signing sign key or certificate",
             ) from error
 
@@ -108,12 +108,12 @@ def _signer(material: Any) -> tuple[str, tuple[bytes, ...]]:
         hint = material["publicKey"].get("hint")
         if not isinstance(hint, str) or not _KEY_ID.fullmatch(hint):
             raise InvalidArgument(
-                "it does not name its key by a SHA-256", fix="sign with model-signing 1.0 or newer"
+                "it does not identify its key by a SHA-256", fix="sign with model-signing 1.0 or newer"
             )
         return hint, ()
     raise InvalidArgument(
-        "it is signed neither by a key nor by a certificate",
-        fix="signatures without a key of one's own (Sigstore) need other servers, and are not taken",
+        "it is signed neither with a key nor with a certificate",
+        fix="keyless signatures (Sigstore) need other servers, and are not accepted",
     )
 
 
@@ -121,4 +121,4 @@ def _decoded(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:
-        raise InvalidArgument("what should be base64 is not") from error
+        raise InvalidArgument("a field that should be base64 is not") from error

@@ -70,9 +70,9 @@ def unsigned(title: str, trusted: Trusted, reasons: Sequence[str]) -> FailedPrec
         trusted: the requirement.
         reasons: why each of its signatures does not satisfy it.
     """
-    what = "none of its signatures counts" if reasons else "it has no signature"
+    what = "none of its signatures is accepted" if reasons else "it has no signature"
     return FailedPrecondition(
-        f"{title} is not signed as {trusted.name} wants it: {what}",
+        f"{title} is not signed as {trusted.name} requires: {what}",
         details=reasons,
         fix=f"have it signed: weighbridge sign {title} --key KEY.pem",
     )
@@ -97,7 +97,7 @@ def check_about(manifest: ManifestText, content: bytes) -> str:
     contradictions = bundle.statement.contradictions(manifest)
     if contradictions:
         raise InvalidArgument(
-            f"the signature is not one of {manifest.title}",
+            f"the signature is not for {manifest.title}",
             details=contradictions,
             fix="sign the version's own files: weighbridge sign, or model_signing in the folder of a download",
         )

@@ -172,15 +172,15 @@ def check_usable(certificate: x509.Certificate, where: str) -> None:
     now = datetime.now(UTC)
     if now > certificate.not_valid_after_utc:
         raise InvalidArgument(
-            f"the certificate in {where} has expired on {certificate.not_valid_after_utc:%Y-%m-%d}",
+            f"the certificate in {where} expired on {certificate.not_valid_after_utc:%Y-%m-%d}",
             fix="sign with a new one",
         )
     if now < certificate.not_valid_before_utc:
         raise InvalidArgument(
             f"the certificate in {where} is valid from {certificate.not_valid_before_utc:%Y-%m-%d} on",
-            fix="see whether this machine's clock is right",
+            fix="check this machine's clock",
         )
     if not is_supported(certificate.public_key()):
         raise InvalidArgument(
-            f"the certificate in {where} is of {kind_of(certificate.public_key())}, not of one on P-256, P-384 or P-521"
+            f"the certificate in {where} has {kind_of(certificate.public_key())}, not one on P-256, P-384 or P-521"
         )

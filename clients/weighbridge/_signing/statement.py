@@ -69,7 +69,7 @@ class Statement:
         try:
             if value["_type"] != STATEMENT_TYPE or value["predicateType"] != PREDICATE_TYPE:
                 raise InvalidArgument(
-                    f"it is no statement of model signing 1.0, but {str(value['predicateType'])[:100]!r}"
+                    f"it is not a statement of model signing 1.0, but {str(value['predicateType'])[:100]!r}"
                 )
             (subject,) = value["subject"]
             serialization = value["predicate"]["serialization"]
@@ -77,25 +77,25 @@ class Statement:
             if (serialization["method"], serialization["hash_type"]) != ("files", "sha256"):
                 raise InvalidArgument(
                     f"it names {serialization['method']} by {serialization['hash_type']}"[:100],
-                    fix="sign whole files by SHA-256, as model_signing does by itself",
+                    fix="sign whole files by SHA-256, as model_signing does by default",
                 )
             sha256 = {str(each["name"]): str(each["digest"]) for each in resources}
             if len(sha256) != len(resources) or not all(map(_SHA256.fullmatch, sha256.values())):
-                raise InvalidArgument("it names a file twice, or by no SHA-256")
+                raise InvalidArgument("it names a file twice, or without a SHA-256")
             if not all(
                 map(str.isprintable, (str(subject["name"]), *sha256))
             ):  # they go to logs and terminals
-                raise InvalidArgument("it names something that cannot be printed")
+                raise InvalidArgument("it contains a name that cannot be printed")
             if {each["algorithm"] for each in resources} - {"sha256"}:
-                raise InvalidArgument("it names files by other digests than SHA-256")
+                raise InvalidArgument("it names files by digests other than SHA-256")
             statement = Statement(
                 str(subject["name"]), sha256, tuple(map(str, serialization.get("ignore_paths", ())))
             )
             said = subject["digest"]["sha256"]
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise InvalidArgument(f"it is no statement of model signing: {error!r}"[:300]) from error
+            raise InvalidArgument(f"it is not a statement of model signing: {error!r}"[:300]) from error
         if said != statement.root:
-            raise InvalidArgument("its digest is not that of the files it lists")
+            raise InvalidArgument("its digest does not match the files that it lists")
         return statement
 
     @property
@@ -111,7 +111,7 @@ class Statement:
         """
         if self.sha256.get(MANIFEST_FILE) != manifest.sha256:
             about = f": it is about {self.subject[:200]}" if self.subject != manifest.title else ""
-            what = "lists no" if MANIFEST_FILE not in self.sha256 else "is of another"
+            what = "lists no" if MANIFEST_FILE not in self.sha256 else "has a different"
             return [f"it {what} {MANIFEST_FILE}{about}"]
         wanted, listed = manifest.files.keys() | {MANIFEST_FILE}, self.sha256.keys()
         other = [
@@ -127,9 +127,13 @@ class Statement:
         ]
         return [
             *([f"it does not list {_some(wanted - listed)}"] if wanted - listed else []),
-            *([f"it lists {_some(listed - wanted)}, which the version has not"] if listed - wanted else []),
-            *([f"it has another SHA-256 of {_some(other)}"] if other else []),
-            *([f"it passes over {_some(hidden)}"] if hidden else []),
+            *(
+                [f"it lists {_some(listed - wanted)}, which the version does not have"]
+                if listed - wanted
+                else []
+            ),
+            *([f"it has a different SHA-256 of {_some(other)}"] if other else []),
+            *([f"it ignores {_some(hidden)}"] if hidden else []),
         ]
 
 

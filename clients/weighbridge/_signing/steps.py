@@ -101,9 +101,9 @@ def verify_signed(
     contents = {each.id: each.content for each in signatures}
     statements = [(each.by, Bundle.read(contents[each.id]).statement) for each in signed]
     problems = [
-        f"{name} has another SHA-256 than the signature by {by} says"
+        f"{name} has a different SHA-256 than in the signature by {by}"
         if name in verified.sha256
-        else f"the service does not say which SHA-256 {name} has"
+        else f"the service does not report the SHA-256 of {name}"
         for by, statement in statements
         for name in manifest.files
         if statement.sha256[name] != verified.sha256.get(name)
@@ -131,7 +131,7 @@ def sign(model: str, version: str | int | None, signer: Signer) -> Steps[Signing
             raise DataLoss(
                 f"{manifest.title} is damaged, and was not signed",
                 details=verified.problems,
-                fix=f"see what is left of it: weighbridge verify {manifest.title}",
+                fix=f"see which files are damaged: weighbridge verify {manifest.title}",
             )
         made, nbytes = verified.sha256, verified.bytes_checked
     statement = Statement.of_version(manifest, made)

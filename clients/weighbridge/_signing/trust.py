@@ -63,7 +63,7 @@ class Trusted:
             if "PRIVATE KEY" in kind:
                 raise InvalidArgument(
                     f"{name} holds a private key, which should not be here",
-                    fix=f"name the public one: openssl pkey -in {name} -pubout -out PUB.pem",
+                    fix=f"name the public key: openssl pkey -in {name} -pubout -out PUB.pem",
                 )
             try:
                 if kind == "CERTIFICATE":
@@ -77,7 +77,7 @@ class Trusted:
                 ) from error
             if not is_supported(key):
                 raise InvalidArgument(
-                    f"{name} holds {kind_of(key)}, not one on P-256, P-384 or P-521, as versions are signed by"
+                    f"{name} holds {kind_of(key)}, not one on P-256, P-384 or P-521, with which versions are signed"
                 )
             text = key.public_bytes(
                 serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
@@ -101,7 +101,9 @@ def check(trusted: Trusted, bundle: Bundle) -> str:
         return _check_certificate(trusted, bundle)
     key = trusted.keys.get(bundle.signer)
     if key is None:
-        raise InvalidArgument(f"it is by the key {bundle.signer[:_SHOWN]}, which is not in {trusted.name}")
+        raise InvalidArgument(
+            f"it was made with the key {bundle.signer[:_SHOWN]}, which is not in {trusted.name}"
+        )
     _check(trusted, bundle, key)
     return f"key {bundle.signer[:_SHOWN]}"
 
@@ -119,7 +121,7 @@ def _check_certificate(trusted: Trusted, bundle: Bundle) -> str:
     subject = subjects[0]
     if not trusted.authorities:
         raise InvalidArgument(
-            f"it is by the certificate {subject[:200]!r}, and {trusted.name} holds no authority"
+            f"it was made with the certificate {subject[:200]!r}, and {trusted.name} holds no authority"
         )
     for each, name in zip(found, subjects, strict=True):
         check_usable(each, f"the signature ({name[:200]})")
@@ -137,5 +139,5 @@ def _check(trusted: Trusted, bundle: Bundle, key: bytes | None) -> None:
             library.verify_by_authorities(bundle.statement, bundle.content, trusted.authorities)
     except Exception as error:  # the library raises whatever its own libraries do
         log.debug("a signature was refused", exc_info=error)
-        why = str(error) or "it is not by this key, or what is signed was changed"
-        raise InvalidArgument(f"it is wrong: {why}"[:500]) from error
+        why = str(error) or "it was not made with this key, or the signed content was changed"
+        raise InvalidArgument(f"it is invalid: {why}"[:500]) from error

@@ -83,7 +83,7 @@ def test_all_that_are_required_must_have_signed(client: EngineClient, tmp_path: 
     engine = Recording(Serving(None))
     steps = follow(client, engine, Trusted.of_file(release.public), Trusted.of_file(authority.ca))
     Signatures(client).sign(MODEL, 1, signer=Signer(release.key))
-    assert "authority.pem wants it" in next(steps).error
+    assert "authority.pem requires" in next(steps).error
     assert staged(engine) == []
     Signatures(client).sign(MODEL, 1, signer=Signer(ci.key, certificate=ci.certificate))
     assert next(steps).error == ""
@@ -118,7 +118,7 @@ def test_what_a_store_was_given_behind_the_service_does_not_count(
     refused = next(follow(client, engine, Trusted.of_file(keys.public)))
     assert refused.version == 2
     assert (
-        f"it is about {MODEL}@1" if of_other == "version" else "no signature of a version"
+        f"it is about {MODEL}@1" if of_other == "version" else "not a signature of a version"
     ) in refused.error
     assert staged(engine) == []
 
@@ -133,7 +133,7 @@ def test_a_signed_manifest_that_was_replaced_is_refused(
     path.write_bytes(text.replace(b'"step":1', b'"step":9'))
     engine = Recording(Serving(None))
     assert (
-        "it is of another weighbridge.json"
+        "it has a different weighbridge.json"
         in next(follow(client, engine, Trusted.of_file(keys.public))).error
     )
     path.write_bytes(text.replace(b'"version":1', b'"version":2'))

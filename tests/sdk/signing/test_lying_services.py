@@ -47,10 +47,10 @@ def test_a_signature_is_written_nowhere_else_by_what_the_service_calls_it(tmp_pa
     ("sha256", "problem"),
     [
         ({"model.safetensors": SHA["b"], "config.json": SHA["a"]}, ()),
-        ({"config.json": SHA["a"]}, ("the service does not say which SHA-256 model.safetensors has",)),
+        ({"config.json": SHA["a"]}, ("the service does not report the SHA-256 of model.safetensors",)),
         (
             {"model.safetensors": SHA["d"], "config.json": SHA["a"]},
-            ("model.safetensors has another SHA-256",),
+            ("model.safetensors has a different SHA-256",),
         ),
         ({"model.safetensors": SHA["b"], "config.json": SHA["a"], "other": SHA["d"]}, ()),
     ],

@@ -95,10 +95,10 @@ def test_files_without_a_sha256_cannot_be_signed() -> None:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (manifest(version=16), "it is of another weighbridge.json: it is about acme/smol@16"),
-        (manifest(model="acme/other"), "it is of another weighbridge.json: it is about acme/other@17"),
-        (manifest(step=301), "it is of another weighbridge.json"),
-        (manifest(provenance={"by": "somebody"}), "it is of another weighbridge.json"),
+        (manifest(version=16), "it has a different weighbridge.json: it is about acme/smol@16"),
+        (manifest(model="acme/other"), "it has a different weighbridge.json: it is about acme/other@17"),
+        (manifest(step=301), "it has a different weighbridge.json"),
+        (manifest(provenance={"by": "somebody"}), "it has a different weighbridge.json"),
     ],
 )
 def test_a_statement_about_another_version_contradicts(other: ManifestText, reason: str) -> None:
@@ -110,10 +110,10 @@ def test_a_statement_about_another_version_contradicts(other: ManifestText, reas
     [
         ({"model.safetensors": None}, (), "it does not list model.safetensors"),
         ({"config.json": None, "x": SHA["c"]}, (), "it does not list config.json"),
-        ({"pytorch_model.bin": SHA["c"]}, (), "it lists pytorch_model.bin, which the version has not"),
-        ({"config.json": SHA["d"]}, (), "it has another SHA-256 of config.json"),
-        ({}, ("model.safetensors",), "it passes over model.safetensors"),
-        ({}, (".",), "it passes over config.json, model.safetensors, weighbridge.json"),
+        ({"pytorch_model.bin": SHA["c"]}, (), "it lists pytorch_model.bin, which the version does not have"),
+        ({"config.json": SHA["d"]}, (), "it has a different SHA-256 of config.json"),
+        ({}, ("model.safetensors",), "it ignores model.safetensors"),
+        ({}, (".",), "it ignores config.json, model.safetensors, weighbridge.json"),
         ({"weighbridge.json": None}, (), "it lists no weighbridge.json"),
     ],
 )
@@ -132,28 +132,34 @@ GOOD = statement(manifest())
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "no signature of a version"),
-        (b"garbage", "no signature of a version"),
-        (b"[]", "no signature of a version"),
-        (b"[" * 100_000, "no signature of a version"),
-        (bundle(GOOD)[:-40], "no signature of a version"),
+        (b"", "not a signature of a version"),
+        (b"garbage", "not a signature of a version"),
+        (b"[]", "not a signature of a version"),
+        (b"[" * 100_000, "not a signature of a version"),
+        (bundle(GOOD)[:-40], "not a signature of a version"),
         (b" " * (MAX_BYTES + 1), "1000001 bytes, more than"),
         (bundle(GOOD, mediaType="text/plain"), "its media type is 'text/plain'"),
         (bundle(GOOD, dsseEnvelope={"payloadType": "x"}), "its payload is 'x'"),
-        (bundle(GOOD, material={"publicKey": {"hint": None}}), "does not name its key"),
+        (bundle(GOOD, material={"publicKey": {"hint": None}}), "does not identify its key"),
         (
             bundle(GOOD, material={"certificate": {"rawBytes": "AAAA"}}),
-            "neither by a key nor by a certificate",
+            "neither with a key nor with a certificate",
         ),
-        (bundle(GOOD, material={"x509CertificateChain": {"certificates": []}}), "no signature of a version"),
-        (bundle(GOOD, root=SHA["d"]), "its digest is not that of the files"),
+        (
+            bundle(GOOD, material={"x509CertificateChain": {"certificates": []}}),
+            "not a signature of a version",
+        ),
+        (bundle(GOOD, root=SHA["d"]), "its digest does not match the files"),
         (
             bundle(GOOD, payload={"predicateType": "https://slsa.dev/provenance/v1"}),
-            "no statement of model signing",
+            "not a statement of model signing",
         ),
-        (bundle(GOOD, payload={"predicate": {}}), "no statement of model signing"),
-        (bundle(GOOD, resources=[{"name": "a", "algorithm": "blake3", "digest": SHA["a"]}]), "other digests"),
-        (bundle(GOOD, resources=[{"name": "a", "algorithm": "sha256", "digest": "00"}]), "by no SHA-256"),
+        (bundle(GOOD, payload={"predicate": {}}), "not a statement of model signing"),
+        (
+            bundle(GOOD, resources=[{"name": "a", "algorithm": "blake3", "digest": SHA["a"]}]),
+            "digests other than",
+        ),
+        (bundle(GOOD, resources=[{"name": "a", "algorithm": "sha256", "digest": "00"}]), "without a SHA-256"),
         (
             bundle(GOOD, resources=[{"name": "a", "algorithm": "sha256", "digest": SHA["a"]}] * 2),
             "a file twice",
