@@ -144,7 +144,7 @@ class EngineReporter:
                 pause = self._report()
                 self._listener(self.status)
             except Exception:  # a failed report must not stop the engine or later reports
-                log.exception("reporting what the engine serves failed")
+                log.exception("the report of the engine's state failed")
                 pause = _REFUSED_SECONDS
             if last:
                 return
@@ -184,9 +184,9 @@ class EngineReporter:
             self._contact = replace(self._contact, lost_s=None, problem=error.message)
         if error.message != self._refused and not self._ending.is_set():
             if isinstance(error, NotFound):  # an engine may be started before its trainer
-                log.warning("the service takes no reports of this engine yet: %s", error.message)
+                log.warning("the service does not accept reports of this engine yet: %s", error.message)
             else:
-                log.warning("the service takes no reports of this engine: %s", error)
+                log.warning("the service does not accept reports of this engine: %s", error)
         self._refused = error.message
 
 

@@ -273,8 +273,10 @@ def test_a_service_that_takes_no_reports_is_told_of_once(
     eventually(lambda: reporter.status.unreachable)
     reporter.say(state="failing")
     reporter.close()
-    [said] = [each for each in caplog.messages if "takes no reports" in each]
-    assert said.startswith("the service takes no reports of this engine yet: there is no model acme/none")
+    [said] = [each for each in caplog.messages if "does not accept reports" in each]
+    assert said.startswith(
+        "the service does not accept reports of this engine yet: there is no model acme/none"
+    )
     assert "What to do" not in said, "its trainer registers it"
 
 
