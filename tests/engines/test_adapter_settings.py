@@ -75,7 +75,7 @@ def test_engines_with_the_plug_in_are_told_whether_their_drafter_may_become_stal
     settings = PluginSettings.read({"model": "a/b", "server": "h:1", "stale_drafter": "allow"}, "")
     assert settings.init_info == {"model": "a/b", "server": "h:1", "stale_drafter": "allow"}
     assert PluginSettings("a/b", "h:1").init_info == {"model": "a/b", "server": "h:1"}
-    with pytest.raises(InvalidArgument, match="stale_drafter is 'maybe'"):
+    with pytest.raises(InvalidArgument, match="stale_drafter cannot be 'maybe'"):
         PluginSettings("a/b", stale_drafter="maybe")
 
 

@@ -301,7 +301,7 @@ def test_an_agent_proves_the_start_and_each_nth_update_and_brings_again_what_fai
     assert (first.version, first.error, first.proof) == (2, "", PROVED)
     assert [follower.take_to(1).proof, engine.proofs] == ["", 1]
     failed = follower.take_to(2)
-    assert "rank 1 has other bytes in" in failed.error
+    assert "rank 1 has different bytes in" in failed.error
     assert failed.proof == FAILED
     again = follower.take_to(2)
     assert (again.error, again.proof, again.serves) == ("", PROVED, 2)
@@ -344,7 +344,7 @@ def test_a_wrong_record_of_the_loader_is_found_by_an_agents_first_proof_and_name
     done = Follower(client, MODEL, engine, prove_every=1).take_to(1)
     assert (done.proof, done.error) == (
         FAILED,
-        "the proof of version 1 has failed: rank 1 has other bytes in model_layers_0_mlp_gate_up",
+        "the proof of version 1 has failed: rank 1 has different bytes in model_layers_0_mlp_gate_up",
     )
     assert prove(client, ask([ranks[0]]), MODEL, 1).verdict == PROVED
     again = Follower(client, MODEL, engine, prove_every=1).take_to(2)

@@ -119,7 +119,7 @@ def test_a_server_that_cannot_fetch_is_named_and_keeps_its_weights_until_the_nex
     with pytest.raises(JobFailed) as error:
         place.job.ask("sync")
     (newest, *_) = place.at.versions()
-    assert f"not all engines can take version {newest.number}; none was paused" in str(error.value)
+    assert f"not all engines can apply version {newest.number}; none was paused" in str(error.value)
     assert f"{place.at.server.url}: version {newest.number} could not be prepared" in str(error.value)
     place.at.check()
     place.at.gate.open()

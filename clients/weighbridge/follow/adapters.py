@@ -82,7 +82,9 @@ class Chosen:
         """Parse a choice that a user wrote: ``PATTERN`` or ``PATTERN@REF``. Raises InvalidArgument."""
         pattern, apart, ref = text.partition("@")
         if not pattern or (apart and not ref) or ref.isdecimal():
-            raise InvalidArgument(f"{text!r} names no adapters", fix="write 'acme/*', or 'acme/*@live'")
+            raise InvalidArgument(
+                f"{text!r} is not a pattern of adapters", fix="write 'acme/*', or 'acme/*@live'"
+            )
         return Chosen(pattern, ref or REF_LATEST)
 
 

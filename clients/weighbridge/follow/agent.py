@@ -158,11 +158,13 @@ class Follower:
         self._judged: dict[str, tuple[tuple[int, tuple[Signature, ...]], str]] = {}
         self._heard_s: float | None = None
         if draft is not None and not isinstance(engine, TakesDrafter):
-            raise InvalidArgument(f"{type(engine).__name__} takes no drafter that is a model of its own")
+            raise InvalidArgument(
+                f"{type(engine).__name__} does not accept a drafter that is a separate model"
+            )
         self._draft_ref, self._draft, self._leaves_draft = draft, "", leaves_draft
         self._draft_problem = ""
         if ask_token and not isinstance(engine, AnswersToken):
-            raise InvalidArgument(f"{type(engine).__name__} asks its engine for no token")
+            raise InvalidArgument(f"{type(engine).__name__} cannot request a token from its engine")
         self._ask_token = ask_token
         self._proofs = DueProofs(client, model, engine, prove_every, self._say)
         self._golden = golden or GoldenChecks()
@@ -260,12 +262,12 @@ class Follower:
             self._say(state=ENGINE_SERVING, version=serving.version, target=0, error=serving.stale)
             self._unanswered = serving.version, ""
         elif serving.version is not None and _has_got_it_again(before, serving):
-            self._proofs.after_update(serving.version, later="a wake-up has brought it again")
+            self._proofs.after_update(serving.version, later="a wake-up loaded it again")
             self._unanswered = serving.version, ""
         elif serving.version != before.version:
             had = "no version" if before.version is None else f"version {before.version}"
             problem = (
-                serving.broken or f"the engine has served {had}, and this agent has not updated it since"
+                serving.broken or f"the engine served {had} before, and this agent has not updated it since"
             )
             self._say(state=ENGINE_FAILING, version=serving.version or 0, target=0, error=problem)
         if serving.instances == before.instances:
@@ -276,7 +278,7 @@ class Follower:
         try:
             self._engine.connect()
         except WeighbridgeError as error:
-            log.warning("the engine was started again, and takes no updates yet: %s", error)
+            log.warning("the engine was restarted and does not accept updates yet: %s", error)
             self._seen = before
             return False
         return True
@@ -450,7 +452,7 @@ class Follower:
         try:
             self._engine.answer_token()
         except WeighbridgeError as error:
-            log.warning("the engine has answered no token by version %d: %s", number, error)
+            log.warning("the engine has not returned a token with version %d: %s", number, error)
         else:
             laps.end("answer")
 
@@ -465,7 +467,7 @@ class Follower:
         except WeighbridgeError as error:
             if not (self._draft and self._leaves_draft):
                 raise
-            self._draft_problem = f"{self._draft} was not taken: {error}"
+            self._draft_problem = f"{self._draft} was left out: {error}"
         self._engine.draft = ""
         return self._engine.prepare(number)
 
@@ -585,6 +587,6 @@ def _with_what_is_served(problem: str, number: int, serving: Serving) -> str:
     found = serving.broken or (
         ""
         if problem
-        else f"the engine serves version {serving.version} and not {number}, after both were taken"
+        else f"the engine serves version {serving.version} and not {number}, after both were applied"
     )
     return problem if found in problem else "\n".join(filter(None, (problem, found)))

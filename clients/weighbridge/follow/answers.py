@@ -129,8 +129,8 @@ def understood(where: str) -> Iterator[None]:
         raise
     except _FORM as error:
         raise EngineFailed(
-            f"{where} has given an answer that cannot be understood: {shortened(repr(error), _MOST_SAID)}",
-            fix="see whether the address is the engine's own, and whether the same release of weighbridge is installed where it runs",
+            f"{where} returned an unexpected response: {shortened(repr(error), _MOST_SAID)}",
+            fix="check that the address is the engine's own, and that the same release of weighbridge is installed where it runs",
         ) from error
 
 

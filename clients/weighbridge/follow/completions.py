@@ -50,7 +50,7 @@ def read_vllm_whole(answer: Any, tokens: Sequence[int]) -> tuple[float, ...]:
     """Log probabilities of the tokens after the first. Raises as `read_vllm_last`."""
     found: Sequence[Mapping[str, Any]] = answer["choices"][0]["prompt_logprobs"][1:]
     if len(found) != len(tokens) - 1:
-        raise ValueError(f"log probabilities of {len(found)} tokens, and not of {len(tokens) - 1}")
+        raise ValueError(f"log probabilities of {len(found)} tokens, not of {len(tokens) - 1}")
     return tuple(_number(each[str(token)]["logprob"]) for token, each in zip(tokens[1:], found, strict=True))
 
 
@@ -98,13 +98,13 @@ def read_sglang_whole(answer: Any, tokens: Sequence[int]) -> tuple[float, ...]:
     """Log probabilities of the tokens after the first. Raises as `read_vllm_last`."""
     found = answer["meta_info"]["input_token_logprobs"]
     if [token for _, token, *_ in found] != list(tokens):
-        raise ValueError("log probabilities of other tokens than the prompt's")
+        raise ValueError("log probabilities of tokens other than the prompt's")
     return tuple(_number(value) for value, *_ in found[1:])
 
 
 def _check_one(count: Any) -> None:
     if count != 1:
-        raise ValueError(f"{count} tokens, and not one")
+        raise ValueError(f"{count} tokens, not one")
 
 
 def _number(value: Any) -> float:

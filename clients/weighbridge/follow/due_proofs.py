@@ -62,7 +62,7 @@ class DueProofs:
         self._evidence = engine.evidence if isinstance(engine, GivesEvidence) else None
         if every and self._evidence is None:
             raise InvalidArgument(
-                f"{type(engine).__name__} gives no evidence of what its engine computes with"
+                f"{type(engine).__name__} does not provide evidence of the weights that its engine uses"
             )
         self._client = client
         self._model = model
@@ -146,7 +146,7 @@ class DueProofs:
     def _proof(self, number: int) -> Proof:
         engine = self._engine
         if self._evidence is None:
-            raise InvalidArgument("the engine's driver gives no evidence")
+            raise InvalidArgument("the engine's driver does not provide evidence")
         proof = prove(self._client, self._evidence, self._model, number, self._recordings)
         if proof.verdict in (FAILED, NOT_PROVED):
             return proof
@@ -154,11 +154,9 @@ class DueProofs:
             self._not_loaded = ""
             return proof
         if not isinstance(engine, ByLoad):
-            self._not_loaded = f"{_NOT_COMPARED}: its driver has no way to do so"
+            self._not_loaded = f"{_NOT_COMPARED}: its driver does not support this"
         elif not self._not_loaded:
-            log.info(
-                "the engine is paused for a load by its own loader, with which version %d is compared", number
-            )
+            log.info("the engine is paused while its own loader loads version %d for a comparison", number)
             try:
                 return prove_by_load(engine, self._model, number)
             except WeighbridgeError as error:

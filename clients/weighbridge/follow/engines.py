@@ -39,7 +39,7 @@ def when_asleep_of(said: object) -> WhenAsleep:
     for known in (WAIT, REFUSE):
         if said == known:
             return known
-    raise InvalidArgument(f"when_asleep is {said!r}", fix=f"use {WAIT} or {REFUSE}")
+    raise InvalidArgument(f"when_asleep cannot be {said!r}", fix=f"use {WAIT} or {REFUSE}")
 
 
 def stale_drafter_of(said: object) -> StaleDrafter:
@@ -52,7 +52,7 @@ def stale_drafter_of(said: object) -> StaleDrafter:
         return REFUSE
     if said == ALLOW:
         return ALLOW
-    raise InvalidArgument(f"stale_drafter is {said!r}", fix=f"use {REFUSE} or {ALLOW}")
+    raise InvalidArgument(f"stale_drafter cannot be {said!r}", fix=f"use {REFUSE} or {ALLOW}")
 
 
 class EngineFailed(WeighbridgeError):
@@ -222,9 +222,9 @@ def check_same_ranks(asked: Ranks, answered: Ranks) -> None:
     """
     if _instances(asked) != _instances(answered):
         raise FailedPrecondition(
-            "other ranks answer than those that were asked to prepare",
-            fix="if the engine was started again, wait until it is up; if its address is that of several servers, such as a router's, name each "
-            "server's own, with an agent beside each",
+            "the ranks that responded are not those that were asked to prepare",
+            fix="if the engine was restarted, wait until it is up; if several servers share its address, as behind a router, run an agent for each "
+            "server, with the server's own address",
         )
 
 
@@ -264,10 +264,10 @@ def wait_prepared(
                 continue
             other = rank.preparing or rank.prepared
             raise FailedPrecondition(
-                f"{name} prepares {other}, and not version {number}"
+                f"{name} prepares {other}, not version {number}"
                 if other
-                else f"{name} does not prepare version {number} any more",
-                fix="let one agent update an engine; if it has slept, its wake-up comes first, and its log says what that has brought",
+                else f"{name} no longer prepares version {number}",
+                fix="let only one agent update an engine; if the engine was asleep, its wake-up comes first, and its log shows the version that this applied",
             )
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"version {number} was not prepared within {timeout:g} s")

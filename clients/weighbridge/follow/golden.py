@@ -139,7 +139,7 @@ def drift_of(prompts: GoldenPrompts, answers: Sequence[Mapping[str, Answer]]) ->
 def _compared(at: int, prompt: GoldenPrompt, engine: str, answer: Answer) -> PromptDrift:
     if len(answer.logprobs) != len(prompt.logprobs):
         raise InvalidArgument(
-            f"the engine gives log probabilities of {len(answer.logprobs)} tokens of prompt {at}, which has {len(prompt.logprobs)}"
+            f"the engine returned log probabilities of {len(answer.logprobs)} tokens of prompt {at}, which has {len(prompt.logprobs)}"
         )
     apart = [_apart(*each) for each in zip(answer.logprobs, prompt.logprobs, strict=True)]
     return PromptDrift(
@@ -224,8 +224,8 @@ class GoldenChecks:
         check_bound(self.max_drift)
         if self.approves and not self.asks:
             raise InvalidArgument(
-                "versions are approved by golden prompts, and the engine is to be asked none",
-                fix="let it be asked, or leave the approval to others",
+                "versions are to be approved by golden prompts, but the engine is not to be sent any",
+                fix="send the engine golden prompts, or leave the approval to others",
             )
 
     def check(
@@ -247,7 +247,7 @@ class GoldenChecks:
             if prompts is None:
                 return Asked()
             if not isinstance(engine, AnswersPrompts):
-                raise InvalidArgument(f"{type(engine).__name__} asks its engine no prompts")
+                raise InvalidArgument(f"{type(engine).__name__} cannot send prompts to its engine")
             drift = ask(engine, version.model, version.number, prompts, self.max_drift)
         except WeighbridgeError as error:
             return Asked(NOT_ANSWERED, unanswered=str(error))

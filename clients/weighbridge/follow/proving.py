@@ -54,7 +54,7 @@ class Proof(JsonValue):
             if not is_version(rank.served, wanted):
                 found.append(f"{name} serves {rank.served or 'no version'}")
             elif rank.wrong:
-                found.append(f"{name} has other bytes in {named(rank.wrong, _NAMED)}")
+                found.append(f"{name} has different bytes in {named(rank.wrong, _NAMED)}")
         return "; ".join(found)
 
 
@@ -109,7 +109,7 @@ def _recording(name: str, evidence: Evidence, known: Mapping[str, lazy.Recording
     if evidence.recording in known:
         return known[evidence.recording]
     if not evidence.recorded:
-        raise FailedPrecondition(f"{name} does not say what it takes of a version")
+        raise FailedPrecondition(f"{name} does not report which parts of a version it uses")
     return lazy.Recording.from_json(evidence.recorded)
 
 

@@ -53,13 +53,13 @@ if TYPE_CHECKING:
 _INFO, _CONTROL, _GENERATE = "/server_info", "/weights_checker", "/generate"
 PAUSE_MODES = ("retract", "in_place", "abort")
 _SEVERAL = {
-    "dp_size": "SGLang takes no new weights with data parallelism",
+    "dp_size": "SGLang does not accept new weights with data parallelism",
     "tokenizer_worker_num": "only one of these processes would name the new version in its answers",
 }
 """Settings with which several parts share one address, and why they cannot be updated together."""
 
 
-_OTHER = "if it is a vLLM, say so: --engine vllm; else install a release of SGLang that weighbridge supports"
+_OTHER = "if it is a vLLM server, use --engine vllm; otherwise install a release of SGLang that weighbridge supports"
 
 
 class SglangServer:
@@ -92,7 +92,7 @@ class SglangServer:
         stale_drafter: StaleDrafter | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
-            raise InvalidArgument(f"{url!r} is no HTTP address", fix="as in http://127.0.0.1:30000")
+            raise InvalidArgument(f"{url!r} is not an HTTP URL", fix="as in http://127.0.0.1:30000")
         if pause_mode not in PAUSE_MODES:
             raise InvalidArgument(
                 f"there is no pause mode {pause_mode!r}", fix=f"one of {', '.join(PAUSE_MODES)}"
@@ -298,8 +298,8 @@ class SglangServer:
         if there and (known := self.serving()).version != version:
             of = f", on {self.model}@{known.version}" if known.version else ""
             raise FailedPrecondition(
-                f"{self.url} has {named(there)}{of}, and an update to {self.model}@{version} would take their base away",
-                fix=f"unload them before: weighbridge adapters {there[0]} --url {self.url} --unload",
+                f"{self.url} has {named(there)}{of}, and an update to {self.model}@{version} would replace their base",
+                fix=f"unload them first: weighbridge adapters {there[0]} --url {self.url} --unload",
             )
 
     def _order(self, version: int | str) -> str:
@@ -322,7 +322,7 @@ class SglangServer:
                 option = f"--{setting.replace('_', '-')}"
                 raise FailedPrecondition(
                     f"{self.url} was started with {option} {count}, and {why}",
-                    fix=f"start it without {option}; to answer more, start several servers, with an agent beside each",
+                    fix=f"start it without {option}; to serve more requests, start several servers, each with its own agent",
                 )
 
     def _control(self, action: str) -> Any:
@@ -333,8 +333,8 @@ class SglangServer:
             return json.loads(message)
         except ValueError as error:
             raise FailedPrecondition(
-                f"{self.url} does not know {action.partition(' ')[0]}",
-                fix="install weighbridge in the environment of SGLang, and start the server again",
+                f"{self.url} does not support {action.partition(' ')[0]}",
+                fix="install weighbridge in the environment of SGLang, and restart the server",
             ) from error
 
 

@@ -40,7 +40,7 @@ _LEFT_OUT: Mapping[str, str] = {
     "rank_pattern": "it takes one rank for all modules",
     "alpha_pattern": "it takes one alpha for all modules",
     "modules_to_save": "it does not replace whole modules",
-    "target_parameters": "it changes modules only",
+    "target_parameters": "it adapts only modules",
     "trainable_token_indices": "it does not change rows of embeddings",
     "layer_replication": "it does not repeat layers",
     "lora_bias": "it adds no biases",
@@ -51,7 +51,7 @@ _LEFT_OUT: Mapping[str, str] = {
 }
 """Config entries that change an adapter's computation and that SGLang ignores."""
 _SERVED = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B")
-_FIX = "push the merged model under a name of its own (docs/recipes/lora.md), or serve this adapter by vLLM or peft"
+_FIX = "push the merged model under a name of its own (docs/recipes/lora.md), or serve this adapter with vLLM or peft"
 
 
 class Server(Protocol):
@@ -84,11 +84,11 @@ def unserved(
         engine: the server's settings, as ``/server_info`` reports them.
     """
     if config.get("peft_type") != "LORA":
-        yield f"it is of the kind {shown(config.get('peft_type'))}, and SGLang serves LORA"
+        yield f"its peft_type is {shown(config.get('peft_type'))}, and SGLang serves only LORA"
         return
     for entry, why in _LEFT_OUT.items():
         if config.get(entry):
-            yield f"{entry} is {shown(config[entry])}, and SGLang takes no notice of it: {why}"
+            yield f"{entry} is {shown(config[entry])}, and SGLang ignores it: {why}"
     if config.get("bias", "none") != "none":
         yield f"bias is {shown(config['bias'])}, and SGLang adds no biases"
     others = [name for name in tensors if not name.endswith(_SERVED)]
@@ -100,7 +100,7 @@ def unserved(
         yield f"its rank is {rank}, and the server was started with --max-lora-rank {most}"
     modules, taken = config.get("target_modules"), engine.get("lora_target_modules")
     if isinstance(modules, str) and modules != "all-linear":
-        yield "target_modules is a regular expression, and SGLang wants names of modules"
+        yield "target_modules is a regular expression, and SGLang requires names of modules"
     elif isinstance(modules, list) and isinstance(taken, list) and "all" not in taken:
         missing = sorted({str(each).rpartition(".")[2] for each in modules} - set(taken))
         if missing:
@@ -118,7 +118,7 @@ def _cut_layers(tensors: Iterable[str], base: Iterable[str]) -> Iterator[str]:
     gated = any(".gate_proj." in name or ".gate_up_proj" in name for name in base)
     for layer, there in projections.items():
         if there & {"q_proj", "k_proj", "v_proj"} and not there >= {"q_proj", "v_proj"}:
-            yield f"it changes {', '.join(sorted(there & {'q_proj', 'k_proj', 'v_proj'}))} alone in {layer}, and SGLang wants q_proj and v_proj together"
+            yield f"it changes {', '.join(sorted(there & {'q_proj', 'k_proj', 'v_proj'}))} alone in {layer}, and SGLang requires q_proj and v_proj together"
             return
         if gated and "up_proj" in there and "gate_proj" not in there:
             yield f"it changes up_proj without gate_proj in {layer}, and SGLang drops that"
@@ -134,7 +134,7 @@ def load(
     number = pull.version.number
     name, base = f"{pull.version.model}@{number}", BaseVersion.of(pull.version.metadata)
     if base is None:
-        raise FailedPrecondition(f"{name} is no adapter", fix="weighbridge follow serves whole models")
+        raise FailedPrecondition(f"{name} is not an adapter", fix="weighbridge follow serves whole models")
     config = json.loads(client.model_files(adapter, number)[ADAPTER_CONFIG])
     below = client.pull(base.model, base.number).layout.tensors
     reasons = list(unserved(config, pull.layout.tensors, below, engine))
@@ -156,7 +156,7 @@ def load(
         except NoRoute as error:
             raise FailedPrecondition(
                 f"this release of SGLang has no {_FROM_TENSORS}",
-                fix="name a folder that this process and the engine see: --folder, or folder=",
+                fix="name a folder that both this process and the engine can access: --folder, or folder=",
             ) from error
     else:
         place = folder.absolute() / name
@@ -194,11 +194,11 @@ def check_serves(server: Server, name: str, base: BaseVersion) -> None:
     serving = server.serving()
     if serving.broken:
         raise FailedPrecondition(
-            f"{name} is on {base}, and what the engine serves is not one version: {serving.broken}",
-            fix="let the agent update the engine, or start it again",
+            f"{name} is on {base}, and the engine does not serve a single version: {serving.broken}",
+            fix="let the agent update the engine, or restart the engine",
         )
     if serving.version != base.number:
-        there = f"{server.model}@{serving.version}" if serving.version else "no version that it knows of"
+        there = f"{server.model}@{serving.version}" if serving.version else "no known version"
         raise FailedPrecondition(
             f"{name} is on {base}, and this engine serves {there}",
             fix=f"update the engine to {base}, or push the adapter on the version that is served",
@@ -219,7 +219,7 @@ def _engine(server: Server) -> Mapping[str, Any]:
         )
     if replicas > 1:
         raise FailedPrecondition(
-            f"{server.url} was started with --dp-size {replicas}, and SGLang loads no adapters into replicas",
+            f"{server.url} was started with --dp-size {replicas}, and SGLang does not load adapters into replicas",
             fix="start several servers, and load the adapter into each",
         )
     found: Mapping[str, Any] = info

@@ -121,13 +121,13 @@ def update(engines: Mapping[str, Engine], number: int, label: str) -> Updated:
     if problems := _named(engines, _problems(prepared)):
         _all(driver.discard for driver in drivers)
         raise EngineFailed(
-            f"not all engines can take version {number}; none was paused, and all keep what they have",
+            f"not all engines can apply version {number}; none was paused, and all keep their current version",
             details=problems,
         )
     ended = apply_prepared(drivers, number, label, laps)
     if problems := _named(engines, ended):
         _all(driver.discard for driver, problem in zip(drivers, ended, strict=True) if problem)
-        raise EngineFailed(f"not all engines have taken version {number}", details=problems)
+        raise EngineFailed(f"not all engines have applied version {number}", details=problems)
     nbytes = sum(found.nbytes for found, _ in prepared if found is not None)
     parts = laps.parts
     return Updated(nbytes, parts["stage"] + parts["agree"], pause_seconds(parts), parts)
@@ -193,7 +193,7 @@ def let_go_on(engine: Engine, *, failed: bool) -> None:
                 break
             time.sleep(_ASK_AGAIN_SECONDS)
         if serving is None:
-            raise EngineFailed("the engine does not say what it has, and was not resumed")
+            raise EngineFailed("the engine does not report its version, and was not resumed")
         if serving.broken:
             return
     try:

@@ -53,7 +53,7 @@ _LOOK_SECONDS = 0.5
 _COMPLETIONS, _RANK = "/v1/completions", "X-data-parallel-rank"
 _WORKERS = "/collective_rpc"
 """Route of calls to all workers."""
-OTHER = "start it with VLLM_SERVER_DEV_MODE=1; if it is an SGLang, say so: --engine sglang"
+OTHER = "start it with VLLM_SERVER_DEV_MODE=1; if it is an SGLang server, use --engine sglang"
 """Hint if a server lacks a route."""
 Answers = Sequence[Mapping[str, Any]]
 """JSON of workers: one `Status` each, with ``failed``, ``engine``, ``rank``, ``ranks`` (of that engine), ``group`` (of ranks that agree) and
@@ -249,7 +249,7 @@ class VllmServer:
         if folder is not None:
             raise InvalidArgument(
                 "vLLM's server fetches adapters itself",
-                fix="name no folder: WEIGHBRIDGE_CACHE of the server says where",
+                fix="do not name a folder: the server's WEIGHBRIDGE_CACHE names it",
             )
         number = version if isinstance(version, int) else client.version(adapter, version).number
         return vllm_adapters.load(self._api, f"{adapter}@{number}")
@@ -273,7 +273,7 @@ class VllmServer:
         if self._says("is_sleeping"):
             raise FailedPrecondition("the engine sleeps", fix="wake it up: POST /wake_up")
         if self._says("is_paused"):
-            raise FailedPrecondition("the engine is paused", fix="let it go on: POST /resume")
+            raise FailedPrecondition("the engine is paused", fix="resume it: POST /resume")
 
     def _says(self, what: str) -> bool:
         with contextlib.suppress(NoRoute):
@@ -320,7 +320,7 @@ class VllmServer:
                 f"not all ranks serve {wanted}: {found}"
                 if self.draft
                 else f"not all ranks serve version {version}: {found}",
-                fix="let one agent update an engine",
+                fix="let only one agent update an engine",
             )
         if all(has.values()):
             served = next(iter(ranks.values())).served
@@ -418,14 +418,14 @@ def _statuses(answers: Answers, count_workers: Callable[[], int | None]) -> dict
     places = [(int(each.get("engine", 0)), int(each.get("rank", at))) for at, each in enumerate(answers)]
     if not answers or expected != len(answers) or len(set(places)) != len(places):
         raise FailedPrecondition(
-            f"{len(answers)} of {expected or 'an unknown number of'} workers of this server have answered, so that the others may serve another version",
+            f"{len(answers)} of {expected or 'an unknown number of'} workers of this server have responded, so the others may serve a different version",
             fix="install this release of weighbridge where vLLM's API server runs, too (VLLM_PLUGINS must not leave it out, VLLM_USE_RUST_FRONTEND "
-            "must not replace it), and start it again; or start one server for each engine, with an agent beside each",
+            "must not replace it), and restart it; or start one server for each engine, each with its own agent",
         )
     group = max(int(each.get("group", 0)) for each in answers)
     if group > len(answers):
         raise FailedPrecondition(
-            f"the workers of this server are {len(answers)} of {group} that take a version together, and the others are behind other servers",
+            f"this server has {len(answers)} of {group} workers that take a version together, and the others are behind other servers",
             fix="start vLLM with one server for all engines: without --data-parallel-external-lb, --data-parallel-hybrid-lb and --data-parallel-rank",
         )
     several = _has_several(answers)

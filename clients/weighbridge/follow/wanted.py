@@ -55,7 +55,7 @@ class Wanted:
             or not self.version
         ):
             raise InvalidArgument(
-                f"{self} names no version", fix=f"as in {SCHEME}://HOST:PORT/acme/smol@latest"
+                f"{self} does not name a version", fix=f"as in {SCHEME}://HOST:PORT/acme/smol@latest"
             )
 
     @staticmethod
@@ -81,7 +81,7 @@ class Wanted:
             return Wanted(**{**found, "version": str(found.get("version", "latest"))})
         except (AttributeError, TypeError, ValueError) as error:
             raise InvalidArgument(
-                f"{text[:200]!r} does not say which version is wanted: {error}",
+                f"{text[:200]!r} does not specify the wanted version: {error}",
                 fix='as in {"server": "HOST:PORT", "model": "acme/smol", "version": "latest"}',
             ) from error
 

@@ -65,6 +65,6 @@ def test_an_answer_in_another_form_is_an_error_that_names_its_url(driver: str, o
     head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(content)}\r\n\r\n".encode()
     with (
         answering(head + content) as url,
-        pytest.raises(EngineFailed, match=f"{url}/.* cannot be understood"),
+        pytest.raises(EngineFailed, match=f"{url}/.* unexpected response"),
     ):
         DRIVERS[driver](url).serving()

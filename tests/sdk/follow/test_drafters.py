@@ -111,13 +111,13 @@ def test_a_drafter_that_does_not_fit_keeps_the_policy_back_unless_it_may_be_left
     news = (DRAFTER, 5), (MODEL, 2), (DRAFTER, 6)
     left, taken = followed(engine, *news, said=said, leaves_draft=True)[-2:]
     assert (left.serves, left.drafter, left.error) == (2, good, "")
-    assert f"{bad} was not taken: {bad} has nothing for drafter.fc" in left.stale
+    assert f"{bad} was left out: {bad} has nothing for drafter.fc" in left.stale
     assert (taken.serves, taken.drafter, taken.stale) == (2, f"{DRAFTER}@6", "")
-    assert f"{bad} was not taken" in next(e["error"] for e in said.changes if e.get("update_version") == 2)
+    assert f"{bad} was left out" in next(e["error"] for e in said.changes if e.get("update_version") == 2)
 
 
 def test_an_engine_whose_driver_takes_no_drafter_is_refused_at_once() -> None:
-    with pytest.raises(InvalidArgument, match="takes no drafter"):
+    with pytest.raises(InvalidArgument, match="does not accept a drafter"):
         followed(Recording(Serving(None)))
 
 

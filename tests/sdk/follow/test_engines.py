@@ -68,7 +68,7 @@ def test_a_version_that_other_ranks_have_than_those_that_were_told_is_not_prepar
     told = ranks(there, replace(there, instance="b"))
     assert waited(told, told=told) == Prepared(0, 0.0)
     for others in (ranks(there, replace(there, instance="c")), ranks(there)):
-        with pytest.raises(FailedPrecondition, match="other ranks answer") as refused:
+        with pytest.raises(FailedPrecondition, match="ranks that responded are not those") as refused:
             waited(others, told=told)
         assert "router" in refused.value.fix
 
@@ -81,9 +81,9 @@ def test_a_rank_that_cannot_prepare_is_named() -> None:
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (Status(preparing="acme/smol@3"), "rank 1 prepares acme/smol@3, and not version 2"),
-        (Status(prepared="acme/smol@3"), "rank 1 prepares acme/smol@3, and not version 2"),
-        (Status(), "rank 1 does not prepare version 2 any more"),
+        (Status(preparing="acme/smol@3"), "rank 1 prepares acme/smol@3, not version 2"),
+        (Status(prepared="acme/smol@3"), "rank 1 prepares acme/smol@3, not version 2"),
+        (Status(), "rank 1 no longer prepares version 2"),
     ],
 )
 def test_an_engine_that_prepares_another_version_or_none_is_not_waited_for(other: Status, said: str) -> None:

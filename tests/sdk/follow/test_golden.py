@@ -589,7 +589,7 @@ def test_an_engine_is_asked_with_its_key(
 
 
 def test_an_agent_cannot_approve_by_prompts_that_it_does_not_ask() -> None:
-    with pytest.raises(InvalidArgument, match="asked none"):
+    with pytest.raises(InvalidArgument, match="not to be sent any"):
         GoldenChecks(asks=False, approves=True)
     with pytest.raises(InvalidArgument, match="bound of drift is -1"):
         GoldenChecks(max_drift=-1.0)

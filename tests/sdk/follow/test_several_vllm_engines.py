@@ -125,7 +125,7 @@ def test_a_server_that_answers_for_its_first_engine_alone_is_refused(
 ) -> None:
     with (
         driver(FakeVllm(engines(2), plugin=False)) as engine,
-        pytest.raises(FailedPrecondition, match="1 of 2 workers of this server have answered") as refused,
+        pytest.raises(FailedPrecondition, match="1 of 2 workers of this server have responded") as refused,
     ):
         ask(engine)
     assert "API server" in refused.value.fix
@@ -150,7 +150,7 @@ def test_answers_that_are_not_of_each_worker_once_are_refused(missing: str) -> N
 
     with (
         json_server(answer) as url,
-        pytest.raises(FailedPrecondition, match="workers of this server have answered"),
+        pytest.raises(FailedPrecondition, match="workers of this server have responded"),
     ):
         VllmServer(url, MODEL, "service:1").serving()
 
@@ -159,7 +159,7 @@ def test_a_server_whose_ranks_agree_with_those_of_other_servers_is_refused() -> 
     server = FakeVllm(engines(1, 2, group=4), moe=True)
     with (
         driver(server) as engine,
-        pytest.raises(FailedPrecondition, match="2 of 4 that take a version") as refused,
+        pytest.raises(FailedPrecondition, match="2 of 4 workers that take a version") as refused,
     ):
         engine.connect()
     assert "--data-parallel-external-lb" in refused.value.fix
@@ -184,7 +184,7 @@ def test_servers_behind_one_address_are_refused() -> None:
 
     with (
         json_server(answer) as url,
-        pytest.raises(FailedPrecondition, match="other ranks answer") as refused,
+        pytest.raises(FailedPrecondition, match="ranks that responded are not those") as refused,
     ):
         VllmServer(url, MODEL, "service:1").prepare(2)
     assert "router" in refused.value.fix
@@ -195,7 +195,7 @@ def test_a_server_that_is_started_again_between_preparing_and_taking_a_version_i
     with driver(server) as engine:
         engine.prepare(2)
         server.engines = engines(1, instance="second", prepared=2)
-        with pytest.raises(FailedPrecondition, match="other ranks answer"):
+        with pytest.raises(FailedPrecondition, match="ranks that responded are not those"):
             engine.apply(2, "two")
     assert server.engines[0].label == "default"
 

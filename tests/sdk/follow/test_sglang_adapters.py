@@ -70,13 +70,13 @@ def driver(engine: FakeSglang, service: Service) -> SglangServer:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"peft_type": "LOHA"}, "of the kind 'LOHA'"),
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
         ({"use_rslora": True}, "lora_alpha / r"),
         ({"use_dora": True}, "no DoRA"),
         ({"rank_pattern": {"q_proj": 2}}, "one rank"),
         ({"alpha_pattern": {"q_proj": 2}}, "one alpha"),
         ({"modules_to_save": ["lm_head"]}, "whole modules"),
-        ({"target_parameters": ["experts.down_proj"]}, "modules only"),
+        ({"target_parameters": ["experts.down_proj"]}, "only modules"),
         ({"bias": "lora_only"}, "no biases"),
         ({"r": 32}, "--max-lora-rank 16"),
         ({"target_modules": ["q_proj", "model.up_proj"]}, "it changes up_proj"),
@@ -151,7 +151,7 @@ def test_an_adapter_on_another_base_version_is_refused_and_both_are_named(
     ):
         server.load_adapter(client, ALICE, 1)
     engine.serve("")
-    with pytest.raises(FailedPrecondition, match="serves no version that it knows of"):
+    with pytest.raises(FailedPrecondition, match="serves no known version"):
         server.load_adapter(client, ALICE, 1)
     other = SglangServer(engine.url, service.running.address, "acme/other")
     with pytest.raises(FailedPrecondition, match="serves versions of acme/other"):

@@ -114,7 +114,7 @@ def test_an_engine_that_others_have_updated_is_not_fought_for_but_said_to_be_els
     followed(engine, said)
     failing = [each for each in said.changes if each.get("state") == "failing"]
     assert [each["version"] for each in failing] == [7, 1]
-    assert "has served version 2, and this agent has not updated it since" in failing[0]["error"]
+    assert "served version 2 before, and this agent has not updated it since" in failing[0]["error"]
     assert len([each for each in engine.asked if "prepare" in each]) == 2, "only for the start"
 
 

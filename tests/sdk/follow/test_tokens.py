@@ -72,7 +72,7 @@ def test_an_engine_is_asked_for_one_token_of_a_prompt_of_one(kind: str) -> None:
 def test_an_answer_without_a_token_is_none(kind: str, said: dict[str, Any]) -> None:
     with (
         json_server(lambda path, _: (200, said) if path == ROUTES[kind] else (404, {})) as url,
-        pytest.raises(EngineFailed, match=f"{url}{ROUTES[kind]} .*cannot be understood"),
+        pytest.raises(EngineFailed, match=f"{url}{ROUTES[kind]} .*unexpected response"),
     ):
         driver(kind, url).answer_token()
 
@@ -193,7 +193,7 @@ def test_an_engine_that_answers_no_token_has_taken_the_version_and_the_part_is_m
     with caplog.at_level(logging.WARNING):
         done = take_to(engine, 7, noted)
     assert (done.error, done.serves, list(done.parts)[-1]) == ("", 7, "confirm")
-    assert "answered no token by version 7: made up" in caplog.text
+    assert "not returned a token with version 7: made up" in caplog.text
     last = noted.changes[-1]
     assert (last["state"], last["update_version"]) == ("serving", 7)
     assert last["updated_s"] == 100.5, (
@@ -220,7 +220,7 @@ def test_an_engine_is_asked_only_if_that_is_wanted_and_its_driver_can() -> None:
     done = Follower(cast("Any", None), MODEL, engine).take_to(7)
     assert list(done.parts)[-1] == "confirm"
     assert "token" not in engine.asked
-    with pytest.raises(InvalidArgument, match="Recording asks its engine for no token"):
+    with pytest.raises(InvalidArgument, match="Recording cannot request a token from its engine"):
         take_to(Recording(Serving(None)), 7)
 
 

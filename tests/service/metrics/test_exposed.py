@@ -209,7 +209,7 @@ def test_proofs_are_counted_by_outcome_and_engines_by_their_last_verdict(
         with closing(reporter):
             unasked = ("weighbridge_engines_proved", (MODEL, "not asked"))
             eventually(lambda: unasked in figures(service))
-            reporter.say(proved_version=number, proof="failed", proofs=1, failed_proofs=1, proof_error="rank 1 has other bytes in a", proof_seconds=0.5)  # fmt: skip
+            reporter.say(proved_version=number, proof="failed", proofs=1, failed_proofs=1, proof_error="rank 1 has different bytes in a", proof_seconds=0.5)  # fmt: skip
             eventually(lambda: figures(service)["weighbridge_engine_proofs_total", ("failed",)] == 1)
             assert unasked not in figures(service)
             assert figures(service)["weighbridge_engines_proved", (MODEL, "failed")] == 1
@@ -221,5 +221,5 @@ def test_proofs_are_counted_by_outcome_and_engines_by_their_last_verdict(
     assert after["weighbridge_engine_proof_seconds", (MODEL,)] == 0.25
     assert after["weighbridge_engine_proof_age_seconds", (MODEL,)] < 60
     assert seen.proof_text == f"{number} proved in 250 ms, 1 of 2 have failed"
-    assert (seen.proof_error, seen.failed_proofs) == ("rank 1 has other bytes in a", 1)
+    assert (seen.proof_error, seen.failed_proofs) == ("rank 1 has different bytes in a", 1)
     assert seen.proof_time_ms > 0

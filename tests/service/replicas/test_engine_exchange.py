@@ -121,9 +121,9 @@ def test_a_proof_that_is_reported_to_one_is_shown_by_all(
         reporter = EngineReporter(at_one, MODEL, kind="vllm", ref="latest", version=3)
         with closing(reporter):
             said = {"proof": "failed", "proved_version": 3, "proofs": 4, "failed_proofs": 1}
-            reporter.say(**said, proof_seconds=0.5, proof_error="rank 1 has other bytes in lm_head")
+            reporter.say(**said, proof_seconds=0.5, proof_error="rank 1 has different bytes in lm_head")
             eventually(lambda: [each.proof for each in listed(at_two)] == ["failed"])
             (seen,) = listed(at_two)
     assert {name: getattr(seen, name) for name in said} == said
-    assert (seen.proof_seconds, seen.proof_error) == (0.5, "rank 1 has other bytes in lm_head")
+    assert (seen.proof_seconds, seen.proof_error) == (0.5, "rank 1 has different bytes in lm_head")
     assert seen.proof_time_ms > 0
