@@ -202,7 +202,7 @@ class EarlyStaging:
         right[again] &= staged[again] == self._sums(self._plan, numbers[again])
         for number in numbers[~right].tolist():
             log.warning(
-                "%s was read before it had arrived whole, and is brought again", self._plan.names[number]
+                "%s was read before it had fully arrived, and is loaded again", self._plan.names[number]
             )
         return frozenset(self._plan.names[number] for number in numbers[right].tolist())
 

@@ -13,7 +13,7 @@ from weighbridge._formats.hf_folder import write_side_files
 from weighbridge.errors import FailedPrecondition
 
 CACHE_VARIABLE = "WEIGHBRIDGE_CACHE"
-_FIX = f"name a folder that this user may write to in {CACHE_VARIABLE}, or give the user a home folder that it may write to (HOME)"
+_FIX = f"set {CACHE_VARIABLE} to a folder that this user can write, or give the user a writable home folder (HOME)"
 
 
 def cache_folder() -> Path:
@@ -26,7 +26,9 @@ def cache_folder() -> Path:
     try:
         return Path(os.environ.get(CACHE_VARIABLE) or f"{base}/weighbridge").expanduser()
     except RuntimeError as error:
-        raise FailedPrecondition("there is no folder for caches: this user has no home", fix=_FIX) from error
+        raise FailedPrecondition(
+            "there is no cache folder: this user has no home folder", fix=_FIX
+        ) from error
 
 
 def folder_of(kind: str, files: Mapping[str, bytes]) -> Path:
@@ -49,7 +51,7 @@ def folder_of(kind: str, files: Mapping[str, bytes]) -> Path:
             _write(folder, files)
     except OSError as error:
         raise FailedPrecondition(
-            f"config and tokenizer of a model cannot be kept in {folder.parent}: {error.strerror or error}",
+            f"config and tokenizer of a model cannot be stored in {folder.parent}: {error.strerror or error}",
             fix=_FIX,
         ) from error
     return folder

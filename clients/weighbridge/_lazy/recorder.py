@@ -93,7 +93,7 @@ def remembered(
             written.write(made.to_json())
         Path(written.name).replace(file)
     except (OSError, WeighbridgeError) as error:
-        log.info("the recording is not kept for the next start: %s", error)
+        log.info("the recording was not saved for the next start: %s", error)
     return made
 
 
@@ -118,7 +118,7 @@ def note_tested(recording: Recording, configuration: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     except (OSError, WeighbridgeError) as error:
-        log.info("that the recording was tested is not kept for the next start: %s", error)
+        log.info("the test of the recording was not saved for the next start: %s", error)
 
 
 def _test_name(recording: Recording, configuration: str) -> str:
@@ -173,11 +173,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         name = source.spec.name
         with self._lock:
             if threading.get_ident() != self._thread:
-                self._exclude({name}, "it was copied in another thread, where nothing else can be seen")
+                self._exclude({name}, "it was copied in another thread, where nothing else is recorded")
             self._touched(target, {name})
             found = self._place(target)
             if found is None:
-                self._exclude({name}, "it was copied to memory that is no parameter's")
+                self._exclude({name}, "it was copied to memory that belongs to no parameter")
                 return
             box, view = source.located()
             if box.volume and target.numel():
@@ -224,7 +224,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         if found is not None and func in (aten.fill_.Scalar, aten.zero_.default):
             self._steps.append(Constant(*found, args[1] if len(args) > 1 else 0))
         elif (known := self._targets.get(_memory(tensor))) is not None:
-            self._own[known[0]] = f"the loader uses {func} on {known[0]}, where it goes to"
+            self._own[known[0]] = f"the loader uses {func} on its target {known[0]}"
 
     def _place(self, tensor: torch.Tensor) -> tuple[str, Strided] | None:
         """Target of a tensor's memory, and the part of it that the tensor is."""
@@ -289,7 +289,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             self._numbers |= names
             known = self._targets.get(_memory(tensor))
             if known is not None:
-                self._own[known[0]] = f"the loader takes {known[0]}, where it goes to, out of torch"
+                self._own[known[0]] = f"the loader takes its target {known[0]} out of torch"
 
     def _exclude_mixed(self) -> set[str]:
         """Targets of which a part cannot be recorded: the loader would write that part before or after the rest, not in between.
@@ -307,7 +307,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             mixed = found
             for step in self._steps:
                 if isinstance(step, RecordedCopy) and step.target in mixed:
-                    self._exclude({step.tensor}, f"{step.target} also gets what cannot be recorded")
+                    self._exclude({step.tensor}, f"{step.target} also receives data that cannot be recorded")
 
 
 class _Leaving(TorchFunctionMode):

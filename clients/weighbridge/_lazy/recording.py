@@ -158,7 +158,9 @@ class Recording:
         """
         for name in self.targets:
             if name not in targets:
-                raise FailedPrecondition(f"{name} was recorded, and is no parameter now", fix="record again")
+                raise FailedPrecondition(
+                    f"{name} was recorded, and is no longer a parameter", fix="record again"
+                )
             self.check_target(name, targets[name])
 
     def check_target(self, name: str, tensor: torch.Tensor) -> None:
@@ -169,7 +171,7 @@ class Recording:
         """
         known = self.targets.get(name)
         if known is None:
-            raise LayoutError(f"nothing of a version goes to {name}")
+            raise LayoutError(f"no recorded step writes to {name}")
         if Shape.of(tensor) != known:
             raise LayoutError(
                 f"{name} was {known} with strides {list(known.stride)} when it was recorded, and is "
@@ -221,7 +223,7 @@ class Recording:
                 found["unwritten"],
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidArgument(f"this is no recording: {error}") from error
+            raise InvalidArgument(f"this is not a recording: {error}") from error
 
 
 def _are_apart(parts: Iterable[Strided]) -> bool:

@@ -71,7 +71,7 @@ class Source:
         if func not in self._told:
             self._told.add(func)
             log.warning(
-                "the loader uses %s on %s: such tensors are fetched at once, %s of this one",
+                "the loader uses %s on %s: such tensors are fetched immediately; of this one, %s",
                 func,
                 lazy.spec.name,
                 lazy.located()[0],

@@ -173,7 +173,7 @@ class Update:
     def _fill_from_slices(self, targets: Mapping[str, torch.Tensor]) -> None:
         recording, slices = self._recording, self._slices
         if slices is None:
-            raise FailedPrecondition("the bytes are not here yet", fix="call prepare() before")
+            raise FailedPrecondition("the bytes have not arrived yet", fix="call prepare() first")
         for name, tensor in targets.items():
             if name not in recording.plain:
                 for step in recording.by_target[name]:

@@ -23,7 +23,7 @@ def test_files_are_kept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_cache_that_cannot_be_written_is_named_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, "/proc/nowhere")
-    with pytest.raises(FailedPrecondition, match="cannot be kept in /proc/nowhere/vllm: ") as told:
+    with pytest.raises(FailedPrecondition, match="cannot be stored in /proc/nowhere/vllm: ") as told:
         folder_of("vllm", FILES)
     assert CACHE_VARIABLE in told.value.fix
 
