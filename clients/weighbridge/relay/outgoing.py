@@ -199,10 +199,10 @@ class Outgoing:
         except NotFound:
             state = VersionState.FAILED
         except WeighbridgeError as error:
-            log.debug("%s@%d cannot be asked for: %s", self.model, last.number, error)
+            log.debug("the state of %s@%d cannot be read: %s", self.model, last.number, error)
             return
         if state.given_up:
-            log.warning("%s@%d was lost before it was in the store", self.model, last.number)
+            log.warning("%s@%d was lost before it was stored", self.model, last.number)
             self._last = None
         elif state.stored:
             self._last = replace(last, stored=True)
@@ -219,10 +219,10 @@ def _check_same(found: _Found) -> None:
     except FileNotFoundError as error:
         raise FailedPrecondition(
             f"step {found.step} was deleted while {found.folder} was read",
-            fix="nothing, if the trainer has written a newer one; else let it keep more steps",
+            fix="nothing, if the trainer has written a newer step; otherwise let it keep more steps",
         ) from error
     if now != found.contents:
         raise FailedPrecondition(
             f"step {found.step} was written again while {found.folder} was read",
-            fix="nothing: it is read once more",
+            fix="nothing: it is read again",
         )

@@ -37,14 +37,14 @@ class StepNames:
         name = _NAME.fullmatch(first)
         if name is None or any(part in ("", ".", "..") or "{" in part or "}" in part for part in rest):
             raise InvalidArgument(
-                f"{self.folder!r} does not say how the folder of a step is called",
-                fix="write it like step_{step}, or step_{step}/weight if the weights lie deeper",
+                f"{self.folder!r} does not describe the name of a step's folder",
+                fix="write it like step_{step}, or step_{step}/weight if the weights are in a subfolder",
             )
         marker = posixpath.normpath(posixpath.join(self.folder, self.marker))
         if not self.marker or marker == self.folder or not marker.startswith(f"{first}/"):
             raise InvalidArgument(
                 f"{self.marker!r} does not name a file in the folder of a step",
-                fix="write it as seen from the weights, like STABLE or ../STABLE",
+                fix="write it relative to the weights, like STABLE or ../STABLE",
             )
         before, after = name.groups()
         pattern = re.compile(re.escape(before) + r"(\d{1,18})" + re.escape(after), re.ASCII)
