@@ -380,7 +380,7 @@ def _try_to_pin(memory: MappedMemory) -> bool:
         memory.pin()
     except WeighbridgeError as error:
         log.info(
-            "GPUs do not copy to and from the service's memory by themselves, which is slower: %s",
+            "GPUs cannot copy to and from the service's memory directly, so copies are slower: %s",
             error.message,
         )
     return memory.pinned

@@ -60,7 +60,7 @@ def is_mapped(address: int) -> bool:
     attributes = _Attributes()
     try:
         code = _runtime().cudaPointerGetAttributes(ctypes.byref(attributes), address)
-        _check(code, "looking at memory of a GPU")
+        _check(code, "inspecting GPU memory")
     except (FailedPrecondition, ResourceExhausted):
         return True
     return bool(attributes.kind != _UNKNOWN)

@@ -108,7 +108,7 @@ class MappedMemory:
             FailedPrecondition, ResourceExhausted: that is not possible; the message says why.
         """
         if not self._pinnable:
-            raise FailedPrecondition("memory that is only borrowed for one pull is not registered with CUDA")
+            raise FailedPrecondition("memory that is mapped for only one pull is not registered with CUDA")
         with _pinning:
             if self._unpin is not None:
                 return

@@ -158,7 +158,7 @@ def _extension() -> ModuleType | None:
     except ImportError as error:
         log.info(
             "the C extension is missing (%s): torch and numpy copy and count instead, which is slower; "
-            "to build it, run pip install on weighbridge's source where there is a C compiler",
+            "to build it, run pip install on weighbridge's source on a machine with a C compiler",
             error,
         )
         return None
