@@ -27,7 +27,7 @@ def check_picture(path: Path) -> None:
     """
     if path.suffix.lower() not in FORMATS:
         raise InvalidArgument(
-            f"{str(path)!r} names no format for a picture", fix=f"end it in {', '.join(FORMATS)}"
+            f"{str(path)!r} does not end in a picture format", fix=f"end it in {', '.join(FORMATS)}"
         )
     with needs_extra("plot", "a picture"):
         importlib.import_module("matplotlib.figure")

@@ -69,13 +69,13 @@ def _exporter(endpoint: str) -> SpanExporter:
         )
     if endpoint and (urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).hostname):
         raise InvalidArgument(
-            f"{endpoint.rpartition('@')[2][:80]!r} is no URL of a collector",
+            f"{endpoint.rpartition('@')[2][:80]!r} is not the URL of a collector",
             fix="as in http://127.0.0.1:4317",
         )
     # gRPC ignores it, and OpenTelemetry logs the address
     if protocol == _GRPC and "@" in (endpoint or next(filter(None, map(os.environ.get, ENDPOINTS)), "")):
         raise InvalidArgument(
-            "the address of the collector has a name or a password in it, which gRPC does not send",
+            "the URL of the collector contains a user name or a password, which gRPC does not send",
             fix="set OTEL_EXPORTER_OTLP_HEADERS",
         )
     if protocol == _HTTP:

@@ -102,7 +102,7 @@ class Settings:
             try:
                 self.enable()
             except Exception as error:  # of any kind: tracing must not make a push fail
-                log.warning("there will be no traces: %s", error)
+                log.warning("traces are disabled: %s", error)
 
 
 OF_PROCESS = Settings()
