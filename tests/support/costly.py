@@ -1,12 +1,13 @@
 """``--cheap``: without costly tests, those that took more than `COSTLY_SECONDS` of a processor when ``--record-costly`` wrote their list.
 
 A pytest plugin. `make test` leaves costly tests out, and `make test-all` runs them too. A test that is not in the list counts as cheap until
-the list is written again.
+the list is written again. With both options, tests are added to the list: the first of the tests that are left pays for what a file's tests
+share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Write the list of costly tests, if asked to."""
     if config.getoption("record_costly"):
-        LIST.write_text(listed(costs_of(terminalreporter)), "utf-8")
+        before = LIST.read_text("utf-8").split() if config.getoption("cheap") else ()
+        LIST.write_text(listed(costs_of(terminalreporter), before), "utf-8")
 
 
-def listed(costs: Mapping[str, float]) -> str:
-    """The list of the costly ones among tests whose processor seconds are given."""
-    return "".join(f"{test}\n" for test, seconds in sorted(costs.items()) if seconds > COSTLY_SECONDS)
+def listed(costs: Mapping[str, float], before: Iterable[str] = ()) -> str:
+    """The list of the costly ones among tests whose processor seconds are given, and of those that were listed before."""
+    costly = {test for test, seconds in costs.items() if seconds > COSTLY_SECONDS}
+    return "".join(f"{test}\n" for test in sorted(costly.union(before)))

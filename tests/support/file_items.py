@@ -145,6 +145,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     session = item.session
     position = session.items.index(item)
     tests = item.tests()
+    if not tests:  # the last test of the file before has left what it shares with this file
+        session._setupstate.teardown_exact(nextitem)
     try:
         for test, following in itertools.pairwise([*tests, nextitem]):
             session.items[position] = test  # xdist reports the item that it has been given

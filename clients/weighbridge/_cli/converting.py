@@ -89,7 +89,7 @@ def convert_command(
     Of a Hugging Face folder, TARGET becomes a torch_dist checkpoint of Megatron-core. Of a checkpoint it becomes a Hugging Face
     folder: of torch_dist, and of DCP and FSDP (a file for each rank, as verl's) whose parameters have its names. TARGET is new,
     and appears when it is complete. No service is needed, and the model may be larger than memory. If the command is
-    interrupted, running it again goes on where it stopped.
+    interrupted, running it again continues where it stopped.
     """
     with needs_extra("service"):
         from weighbridge_service.converting.conversions import ConvertOptions

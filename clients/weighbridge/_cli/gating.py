@@ -150,7 +150,7 @@ def _approve_request(
         meant = named_request(client, reference, ref, request_id)
         if request_id is None and not reference.version:
             raise FailedPrecondition(
-                f"{meant.by} has asked for {meant.text} of {model}",
+                f"{meant.by} has requested {meant.text} of {model}",
                 fix=f"to approve it: {approval_command(meant)}",
             )
         found = client.approve_ref(model, ref, meant.request_id, note=note)

@@ -89,7 +89,7 @@ def named_request(
         number = client.version(model, reference.version).number
         if (found.action, found.version) != (REQUEST_MOVE, number):
             raise FailedPrecondition(
-                f"{found.by} has asked for {found.text} of {model}, not for {ref} to name version {number}",
+                f"{found.by} has requested {found.text} of {model}, not for {ref} to name version {number}",
                 fix=f"to approve that: {approval_command(found)}",
             )
     return found

@@ -522,7 +522,7 @@ class Follower:
             self._say(state=ENGINE_FAILING, version=done.serves or 0, target=0, error=done.error)
             return
         if done.waits:
-            text = f"the engine sleeps: its wake-up brings version {done.version}"
+            text = f"the engine sleeps: its next wake-up loads version {done.version}"
             self._say(state=ENGINE_WAITING, version=done.serves or 0, target=done.version, error=text)
             return
         self._say(

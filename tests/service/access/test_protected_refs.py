@@ -447,7 +447,7 @@ def test_the_command_line_says_what_to_do_and_does_it(fleet: Fleet) -> None:
     assert " ".join(line) in shown
     wrong = fleet.cli("bob", "approve", f"{MODEL}@3", "prod")
     assert wrong.exit_code == 1
-    assert "ann has asked for prod to name version 2" in wrong.stderr
+    assert "ann has requested prod to name version 2" in wrong.stderr
     unsaid = fleet.cli("bob", "approve", MODEL, "prod")
     assert (unsaid.exit_code, "to approve it: weighbridge approve" in unsaid.stderr) == (1, True)
     done = fleet.cli("bob", *line[1:])

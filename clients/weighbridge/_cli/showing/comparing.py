@@ -148,7 +148,7 @@ def _show(found: Comparison, top: int) -> None:
     for other in found.others[:_LISTED]:
         say(f"not compared: {other.before} became {other.after.dtype}{list(other.after.shape)}")
     if len(found.others) > _LISTED:
-        say(f"not compared: {counted(len(found.others) - _LISTED, 'other tensor')} of another dtype or shape")
+        say(f"not compared: {counted(len(found.others) - _LISTED, 'other tensor')} with a different dtype or shape")
     if found.total.changed:
         say("")
         rows = [(layer.name, *_cells(layer.found)) for layer in found.layers]

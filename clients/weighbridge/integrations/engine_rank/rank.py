@@ -313,7 +313,7 @@ class EngineRank:
                 self._say(
                     state=ENGINE_WAITING,
                     target=number,
-                    error=f"the engine sleeps: its wake-up brings version {number}",
+                    error=f"the engine sleeps: its next wake-up loads version {number}",
                 )
                 return
             self._waiting = None

@@ -232,7 +232,7 @@ class LaneSession:
         with self._lock:
             loan = self._loans.get(asked.loan)
             if not isinstance(loan, MemoryGrant):
-                raise InvalidArgument(f"there is no loan {asked.loan} to end")
+                raise InvalidArgument(f"there is no grant {asked.loan} to end")
             del self._loans[asked.loan]
             if not asked.kept:
                 self._writable.discard(loan.image.region.key)
@@ -335,7 +335,7 @@ class LaneSession:
         with self._lock:
             loan = self._loans.get(asked.loan)
             if not isinstance(loan, GrantedVersion):
-                raise InvalidArgument(f"there is no loan {asked.loan} to end")
+                raise InvalidArgument(f"there is no grant {asked.loan} to end")
             del self._loans[asked.loan]
         self._end_reading(loan, left_open=asked.left_open)
 
