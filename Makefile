@@ -73,7 +73,7 @@ TEST_SECONDS ?= 3600
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs pictures release distributions install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-all test-long test-fast test-hub test-rolling test-transformers test-newest test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks pack-gpu test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-pause bench-history bench-adapters bench-vllm-adapters bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint format protos protos-check protos-baseline clean
+.PHONY: help docs pictures release distributions install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-all test-long test-fast test-hub test-rolling test-transformers test-newest test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks pack-gpu test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-pause bench-history bench-adapters bench-vllm-adapters bench-counting bench-ranks bench-control bench-calls bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -371,6 +371,9 @@ bench-ranks: $(STAMP) ## time 1,024 ranks that push one version, and count the s
 
 bench-control: $(STAMP) ## time how a tag reaches thousands of watches, next to a bare grpc.aio server; ARGS="--cases 1000x1 500x10 --s3 --json FILE"
 	@$(BIN)/python -W ignore -m benchmarks.control $(ARGS)
+
+bench-calls: $(STAMP) ## time small calls, as ratios to those of another checkout; ARGS="--against DIR --rounds 15 --calls 200 --json FILE"
+	@$(BIN)/python -W ignore -m benchmarks.calls $(ARGS)
 
 bench-siege: $(STAMP) ## attack a service, and measure how others are served meanwhile; ARGS="--attacks silent unread --scale 0.1 --json FILE"
 	@$(BIN)/python -W ignore -m benchmarks.siege $(ARGS)

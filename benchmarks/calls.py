@@ -1,7 +1,8 @@
 """``python -m benchmarks.calls --against DIR``: times of small calls, as ratios to those of another checkout.
 
-Each checkout has its own service and its own client (`benchmarks.calls_client`), which take turns in each round. The last call also includes a
-watch: it lasts until a watch of the same client has received the moved ref. Calls are made one after the other over gRPC on loopback.
+Each checkout has its own service and its own client (`benchmarks.calls_client`). In each round they take turns for each kind of call. The last
+kind also includes a watch: it lasts until a watch of the same client has received the moved ref. Calls are made one after the other over gRPC
+on loopback.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import processes, report
@@ -26,9 +28,24 @@ _CLIENT = Path(__file__).with_name("calls_client.py")
 _WARM_UP = 2
 
 
+@dataclass(frozen=True)
+class Side:
+    """A client of a service, both of one checkout, and the names of the calls that it can time."""
+
+    client: subprocess.Popen[str]
+    names: tuple[str, ...]
+
+    def seconds(self, name: str, count: int) -> float:
+        """Seconds of a call, made ``count`` times."""
+        assert self.client.stdin is not None
+        self.client.stdin.write(f"{count} {name}\n")
+        self.client.stdin.flush()
+        return float(processes.first_line(self.client))
+
+
 @contextmanager
-def side(folder: Path, model: TinyModel, checkout: Path | None) -> Iterator[subprocess.Popen[str]]:
-    """A client of a service with two versions of a model, both of one checkout; None is that of this process."""
+def opened(folder: Path, model: TinyModel, checkout: Path | None) -> Iterator[Side]:
+    """A side whose service has two versions of a model; the checkout None is that of this process."""
     nbytes = sum(array.nbytes for array in model.arrays.values())
     with ExitStack() as stack:
         service = stack.enter_context(processes.service(folder, nbytes, checkout=checkout))
@@ -38,32 +55,27 @@ def side(folder: Path, model: TinyModel, checkout: Path | None) -> Iterator[subp
                 trainer.push_folder(MODEL, model.folder, step=step).wait(timeout=60)
         script = processes.python(str(_CLIENT), service.grpc, MODEL, checkout=checkout)
         client = stack.enter_context(script)
-        processes.first_line(client)
-        yield client
-
-
-def timed(client: subprocess.Popen[str], count: int) -> dict[str, float]:
-    """Seconds of a call by name, each call made ``count`` times."""
-    assert client.stdin is not None
-    client.stdin.write(f"{count}\n")
-    client.stdin.flush()
-    found: dict[str, float] = json.loads(processes.first_line(client))
-    return found
+        yield Side(client, tuple(json.loads(processes.first_line(client))))
 
 
 def measure(checkouts: Sequence[Path | None], rounds: int, count: int) -> list[list[dict[str, float]]]:
-    """Times of each round, for each checkout; another one begins in each round."""
+    """Seconds of a call by name of each round, for each checkout; a different one begins in each round."""
     with tempfile.TemporaryDirectory(prefix="weighbridge-bench-") as name, ExitStack() as stack:
         root = Path(name)
         model = tiny_folder(root / "hf")
-        clients = []
+        sides = []
         for number, checkout in enumerate(checkouts):
             (root / str(number)).mkdir()
-            clients.append(stack.enter_context(side(root / str(number), model, checkout)))
-        found: list[list[dict[str, float]]] = [[] for _ in clients]
+            sides.append(stack.enter_context(opened(root / str(number), model, checkout)))
+        found: list[list[dict[str, float]]] = [[] for _ in sides]
         for number in range(_WARM_UP + rounds):
-            for index in sorted(range(len(clients)), reverse=bool(number % 2)):
-                found[index].append(timed(clients[index], count))
+            order = sorted(range(len(sides)), reverse=bool(number % 2))
+            timed: list[dict[str, float]] = [{} for _ in sides]
+            for kind in sides[0].names:
+                for index in order:
+                    timed[index][kind] = sides[index].seconds(kind, count)
+            for index in order:
+                found[index].append(timed[index])
         return [each[_WARM_UP:] for each in found]
 
 

@@ -1,7 +1,8 @@
 """Client of `benchmarks.calls`: times small calls to a service, for as many rounds as it is asked for.
 
 A script that imports nothing of the benchmarks, so that it also runs with the packages of another checkout: ``python calls_client.py ADDRESS
-MODEL``. It reads a line with a number of calls for each round, and answers with a line of JSON: seconds of one call by name.
+MODEL``. It reads a line for each round, ``NUMBER NAME``, makes so many calls of this name (`calls`), and answers with the seconds of one. First it
+writes the names as a line of JSON.
 """
 
 from __future__ import annotations
@@ -66,15 +67,13 @@ def main() -> None:
         for ref in ("moved", "other"):
             client.set_ref(model, ref, 2)
         timed = calls(client, model, Watch(client, model, "moved"))
-        print("ready", flush=True)
+        print(json.dumps(list(timed)), flush=True)
         for line in sys.stdin:
-            count, seconds = int(line), {}
-            for name, call in timed.items():
-                begun = time.perf_counter()
-                for number in range(count):
-                    call(number)
-                seconds[name] = (time.perf_counter() - begun) / count
-            print(json.dumps(seconds), flush=True)
+            count, _, name = line.strip().partition(" ")
+            call, begun = timed[name], time.perf_counter()
+            for number in range(int(count)):
+                call(number)
+            print((time.perf_counter() - begun) / int(count), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks import against, cuts, history, models, nodes, processes, ranks, torch_trainers
+from benchmarks import against, calls, cuts, history, models, nodes, processes, ranks, torch_trainers
 from benchmarks.cases import Case, Figures, run_case, run_in_turn
 from benchmarks.counted_service import CountingStore, Counts
 from benchmarks.peer_process import measure
@@ -312,3 +312,10 @@ def test_all_ranks_of_all_processes_push_one_version(tmp_path: Path) -> None:
         with safe_open(folder / "model.safetensors", "pt") as file:
             nbytes = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118 (it is no mapping)
         assert nbytes == expected_bytes(models.config_of(SIZE))
+
+
+def test_small_calls_of_two_checkouts_are_timed_in_the_same_rounds() -> None:
+    first, second = calls.measure([None, Path(__file__).parents[2]], rounds=2, count=2)
+    assert len(first) == len(second) == 2
+    assert {frozenset(each) for each in (*first, *second)} == {frozenset(first[0])}
+    assert all(seconds > 0 for each in (*first, *second) for seconds in each.values())

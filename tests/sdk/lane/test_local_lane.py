@@ -487,7 +487,7 @@ def test_a_rank_that_says_too_early_that_it_is_done_cannot_be_sealed(
     connection.ask(pb.LaneRequest(end_write=pb.EndWrite(loan=answer.write.loan, complete=False)))
     with pytest.raises(FailedPrecondition, match="have not arrived"):
         raw.seal(MODEL, number, 0)
-    with pytest.raises(InvalidArgument, match="no loan"):
+    with pytest.raises(InvalidArgument, match="no grant"):
         connection.ask(pb.LaneRequest(end_write=pb.EndWrite(loan=answer.write.loan, complete=True)))
     connection.close()
 
