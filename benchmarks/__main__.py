@@ -1,8 +1,8 @@
 """``python -m benchmarks``: what moving weights costs, next to what it must cost at least, in one run.
 
-Clients are processes that start together. Every figure is measured in turn with its yardsticks, one warm copy of the same shards and
-the same bytes through bare grpcio, and given as medians of rounds and medians of the rounds' ratios: machines are shared, so
-single times mean little. docs/benchmarks.md says what the columns are.
+Clients are processes that start together. Every figure is measured in turn with its yardsticks, one warm copy of the
+same shards and the same bytes through bare grpcio, and given as medians of rounds and medians of the rounds' ratios:
+machines are shared, so single times mean little. docs/benchmarks.md says what the columns are.
 """
 
 from __future__ import annotations

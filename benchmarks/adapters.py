@@ -1,8 +1,10 @@
 """``python -m benchmarks.adapters``: what an adapter costs next to a thousand others on the same base.
 
-One service has two bases with the same weights: one adapter is on the first, and many are on the second, with some versions each. At the end the same is done
-on both in turn: a push, a look at a version, a list of versions, the base's own entry, and a dry collection. The ratio of the two is what the other adapters cost; it may be
-1.3 times. Also told are the bytes of both heads, the service's memory, and what a version of an adapter of a model of a billion parameters takes until it is ready.
+One service has two bases with the same weights: one adapter is on the first, and many are on the second, with some
+versions each. At the end the same is done on both in turn: a push, a look at a version, a list of versions, the base's
+own entry, and a dry collection. The ratio of the two is what the other adapters cost; it may be 1.3 times. Also told
+are the bytes of both heads, the service's memory, and what a version of an adapter of a model of a billion parameters
+takes until it is ready.
 """
 
 from __future__ import annotations
@@ -160,7 +162,9 @@ def trained_llama() -> Any:
 
 
 def one_billion(client: TrainerClient, folder: Path, rounds: int) -> tuple[int, dict[str, Pushes]]:
-    """Bytes of a rank-16 adapter on the linear layers of Llama-3.2-1B, and its pushes from a folder and from a model in training."""
+    """Bytes of a rank-16 adapter on the linear layers of Llama-3.2-1B, and its pushes from a folder and from a model in
+    training.
+    """
     model = folder / "llama-1b"
     tiny_folder(model, hidden_size=8)
     config = json.loads((model / "config.json").read_text())
@@ -176,9 +180,7 @@ def one_billion(client: TrainerClient, folder: Path, rounds: int) -> tuple[int, 
         {name: np.zeros((given, taken), np.float16) for name, (taken, given) in names.items()},
         model / "model.safetensors",
     )
-    client.import_folder("bench/llama", model, weight_map=False).wait(
-        VersionState.DURABLE, timeout=_WAIT_SECONDS
-    )
+    client.import_folder("bench/llama", model, weight_map=False).wait(VersionState.DURABLE, timeout=_WAIT_SECONDS)
     nbytes = write_adapter(folder / "rank-16", LLAMA_1B, _LAYERS, 16)
     trained, base = trained_llama(), "bench/llama@1"
     found = {"import_adapter": Pushes(), "push_adapter": Pushes()}
@@ -227,9 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             turn = [(ONE, "one/a", one), (MANY, names[done % len(names)], many)]
             for base, name, window in turn[:: 1 if done % 2 else -1]:
                 adapters.measure(base, name, args.versions + done, window)
-        heads = {
-            base: (folder / "store" / "models" / base / "head.json").stat().st_size for base in (ONE, MANY)
-        }
+        heads = {base: (folder / "store" / "models" / base / "head.json").stat().st_size for base in (ONE, MANY)}
         nbytes, pushes = one_billion(client, folder, args.rounds)
     found = verdicts(one, many)
     rows = [
@@ -241,12 +241,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     count = args.adapters * args.versions
     print(report.table(["", "1 adapter", f"{args.adapters} adapters", "times"], rows))
     print(
-        f"{count} versions in {filling:.0f} s; head of the base: {heads[ONE]} and {heads[MANY]} bytes; the service grew by "
-        f"{(after.resident - before.resident) / 1e6:.0f} MB, from {before.threads} to {after.threads} threads, from {before.descriptors} to {after.descriptors} descriptors"
+        f"{count} versions in {filling:.0f} s; head of the base: {heads[ONE]} and "
+        f"{heads[MANY]} bytes; the service grew by "
+        f"{(after.resident - before.resident) / 1e6:.0f} MB, from {before.threads} to "
+        f"{after.threads} threads, from {before.descriptors} to {after.descriptors} descriptors"
     )
-    print(
-        f"rank 16 on Llama-3.2-1B, {nbytes / 1e6:.1f} MB by the local lane, medians from the second push on:"
-    )
+    print(f"rank 16 on Llama-3.2-1B, {nbytes / 1e6:.1f} MB by the local lane, medians from the second push on:")
     for name, each in pushes.items():
         print(f"  {name} {each.text}")
     if args.json is not None:

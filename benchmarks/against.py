@@ -1,8 +1,8 @@
 """Ratios of times between two checkouts, measured in turn in the same rounds: ``make bench ARGS="--against DIR"``.
 
-A ratio is that of one round, ours over the other's. Machines are shared, so what counts is the median of the rounds' ratios, and how
-certain it is: between the two ends of its interval the median lies with a probability of 95%, whatever the times are distributed like.
-The yardsticks, which do the same in both checkouts, show how well that works.
+A ratio is that of one round, ours over the other's. Machines are shared, so what counts is the median of the rounds'
+ratios, and how certain it is: between the two ends of its interval the median lies with a probability of 95%, whatever
+the times are distributed like. The yardsticks, which do the same in both checkouts, show how well that works.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ class Ratio:
         """The ratio of one or more rounds; fewer than six are too few for the interval, which is then all of them."""
         ordered = sorted(ratios)
         left_out = _left_out(len(ordered))
-        return Ratio(
-            statistics.median(ordered), ordered[left_out], ordered[len(ordered) - 1 - left_out], len(ordered)
-        )
+        return Ratio(statistics.median(ordered), ordered[left_out], ordered[len(ordered) - 1 - left_out], len(ordered))
 
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
 def _left_out(count: int) -> int:
-    """Number of values at each end that lie outside the interval of the median. Each value is above or below the median with equal probability."""
+    """Number of values at each end that lie outside the interval of the median.
+
+    Each value is above or below the median with equal probability.
+    """
     outside, found = 0.0, 0
     for number in range((count - 1) // 2):
         outside += 2 * math.comb(count, number) / 2**count

@@ -1,9 +1,11 @@
-"""``python -m benchmarks.asyncio_pulls``: pulls of the asyncio client next to those of the blocking one, in one run, and how late its loop is.
+"""``python -m benchmarks.asyncio_pulls``: pulls of the asyncio client next to those of the blocking one, in one run,
+and how late its loop is.
 
-One service on loopback holds one model of random bf16 weights; every round pulls all of it by each client, on each lane: into tensors
-that are there already, and iterated, which makes them. Every other pull on a loop is not timed: there a task asks to be woken every millisecond, and its lateness
-is what the pull costs everybody else on the loop. ``on the loop`` is bare grpc.aio with checks and copies on the loop itself: what
-`weighbridge.aio` would be without threads.
+One service on loopback holds one model of random bf16 weights; every round pulls all of it by each client, on each
+lane: into tensors that are there already, and iterated, which makes them. Every other pull on a loop is not timed:
+there a task asks to be woken every millisecond, and its lateness is what the pull costs everybody else on the loop.
+``on the loop`` is bare grpc.aio with checks and copies on the loop itself: what `weighbridge.aio` would be without
+threads.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ Way: TypeAlias = Callable[[], tuple[float, list[float]]]
 
 
 async def measured(work: Callable[[], Awaitable[object]]) -> tuple[float, list[float]]:
-    """Seconds that something took, and, when it is done again, by how many seconds a task on the same loop was woken too late."""
+    """Seconds that something took, and, when it is done again, by how many seconds a task on the same loop was woken
+    too late.
+    """
     started = time.perf_counter()
     await work()
     seconds = time.perf_counter() - started
@@ -133,9 +137,9 @@ def push(address: str, folder: Path, layout: Layout) -> None:
 
     with TrainerClient(address) as trainer:
         trainer.register_model(MODEL, folder)
-        trainer.push_shards(
-            MODEL, layout, TensorSpace.HUGGING_FACE, stage, step=1, rank=0, world_size=1
-        ).wait(timeout=600)
+        trainer.push_shards(MODEL, layout, TensorSpace.HUGGING_FACE, stage, step=1, rank=0, world_size=1).wait(
+            timeout=600
+        )
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """``python -m benchmarks.attacker_process``: an attacker.
 
-The first line on standard input is a JSON list of the parts of an attack (`benchmarks.attacks.Part`). When everything that can be sent has
-been sent, the process writes a line to standard output. It answers each further line on standard input with the counts of each part so far
-(`benchmarks.held_connections.Counts`). The attack ends with the process. Only the standard library is imported, so that the start is quick.
+The first line on standard input is a JSON list of the parts of an attack (`benchmarks.attacks.Part`). When everything
+that can be sent has been sent, the process writes a line to standard output. It answers each further line on standard
+input with the counts of each part so far (`benchmarks.held_connections.Counts`). The attack ends with the process. Only
+the standard library is imported, so that the start is quick.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Attacks on a service as values: which connections are opened, what is sent and what is withheld. `benchmarks.attacker_process` runs them.
+"""Attacks on a service as values: which connections are opened, what is sent and what is withheld.
 
-All attacks take once what they can get, and keep it. They test what a service has to bound: calls that send nothing, half-sent requests,
-responses that the client never reads, messages whose last byte never comes.
+`benchmarks.attacker_process` runs them.
+
+All attacks take once what they can get, and keep it. They test what a service has to bound: calls that send nothing,
+half-sent requests, responses that the client never reads, messages whose last byte never comes.
 """
 
 from __future__ import annotations
@@ -91,7 +93,9 @@ class Part:
     again: float = 0.0
 
     def scaled(self, scale: float) -> Part:
-        """A smaller one, or a larger one: of calls if there are several on each connection, otherwise of connections."""
+        """A smaller one, or a larger one: of calls if there are several on each connection, otherwise of
+        connections.
+        """
         wanted = max(round(self.connections * max(self.calls, 1) * scale), 1)
         calls = min(self.calls, wanted)
         return replace(self, connections=max(round(wanted / max(calls, 1)), 1), calls=calls)
@@ -167,10 +171,10 @@ def withheld(doors: Doors, path: str) -> list[Part]:
 
 
 def withheld_lane(doors: Doors) -> list[Part]:
-    """Clients of the Unix socket that send their hello, then announce the largest message and withhold its last byte."""
-    hello = local_lane_pb2.LaneRequest(
-        id=1, hello=local_lane_pb2.LaneHello(client_id="siege")
-    ).SerializeToString()
+    """Clients of the Unix socket that send their hello, then announce the largest message and withhold its last
+    byte.
+    """
+    hello = local_lane_pb2.LaneRequest(id=1, hello=local_lane_pb2.LaneHello(client_id="siege")).SerializeToString()
     opening = _LANE_LENGTH.pack(len(hello)) + hello + _LANE_LENGTH.pack(LANE_MESSAGE_BYTES)
     return [
         Part(

@@ -1,7 +1,8 @@
 """``python -m benchmarks.bare_watches``: a bare ``grpc.aio`` server that tells watches of a ref, and does nothing else.
 
-A yardstick of how fast a service in Python can be: `WatchRefs` waits for one `asyncio.Event` that all watches share, `SetRef` sets it. There
-is no store, and nothing is checked. A line on standard output says its address; it serves until standard input ends.
+A yardstick of how fast a service in Python can be: `WatchRefs` waits for one `asyncio.Event` that all watches share,
+`SetRef` sets it. There is no store, and nothing is checked. A line on standard output says its address; it serves until
+standard input ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``python -m benchmarks.bystander_process SPEC``: an ordinary client that records how it is served.
 
-SPEC is a `BystanderSpec` as JSON. Each line on standard input ends a window; it is answered by a line on standard output, the figures of
-the window as JSON. A call that is still running when a window ends counts with the time that it has taken so far: a client whose calls are
-never answered must not look like a client that made none.
+SPEC is a `BystanderSpec` as JSON. Each line on standard input ends a window; it is answered by a line on standard
+output, the figures of the window as JSON. A call that is still running when a window ends counts with the time that it
+has taken so far: a client whose calls are never answered must not look like a client that made none.
 """
 
 from __future__ import annotations

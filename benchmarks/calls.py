@@ -1,8 +1,8 @@
 """``python -m benchmarks.calls --against DIR``: times of small calls, as ratios to those of another checkout.
 
-Each checkout has its own service and its own client (`benchmarks.calls_client`). In each round they take turns for each kind of call. The last
-kind also includes a watch: it lasts until a watch of the same client has received the moved ref. Calls are made one after the other over gRPC
-on loopback.
+Each checkout has its own service and its own client (`benchmarks.calls_client`). In each round they take turns for each
+kind of call. The last kind also includes a watch: it lasts until a watch of the same client has received the moved ref.
+Calls are made one after the other over gRPC on loopback.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Client of `benchmarks.calls`: times small calls to a service, for as many rounds as it is asked for.
 
-A script that imports nothing of the benchmarks, so that it also runs with the packages of another checkout: ``python calls_client.py ADDRESS
-MODEL``. It reads a line for each round, ``NUMBER NAME``, makes so many calls of this name (`calls`), and answers with the seconds of one. First it
-writes the names as a line of JSON.
+A script that imports nothing of the benchmarks, so that it also runs with the packages of another checkout:
+``python calls_client.py ADDRESS MODEL``. It reads a line for each round, ``NUMBER NAME``, makes so many calls of this
+name (`calls`), and answers with the seconds of one. First it writes the names as a line of JSON.
 """
 
 from __future__ import annotations

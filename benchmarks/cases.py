@@ -1,8 +1,9 @@
-"""One case of a benchmark: what a push and a pull of a model cost, given its size, the number of clients, the cut and the lane.
+"""One case of a benchmark: what a push and a pull of a model cost, given its size, the number of clients, the cut and
+the lane.
 
-Each round measures a push and its yardsticks one after the other, and later a pull and its own, so that all of a round were measured
-under the same load. The code of several checkouts can take turns in each round. The first rounds warm up; memory is sampled in them
-and their times do not count.
+Each round measures a push and its yardsticks one after the other, and later a pull and its own, so that all of a round
+were measured under the same load. The code of several checkouts can take turns in each round. The first rounds warm up;
+memory is sampled in them and their times do not count.
 """
 
 from __future__ import annotations
@@ -60,14 +61,16 @@ class Figures:
 
     Attributes:
         case: the case.
-        seconds: by name, one value for each round; of the client that took longest. ``sealed`` is from the end of the last rank's
-            copy until the version is ready. ``push_processor`` and ``pull_processor`` are
+        seconds: by name, one value for each round; of the client that took longest. ``sealed`` is from the end of the
+            last rank's copy until the version is ready. ``push_processor`` and ``pull_processor`` are
             what the service and all clients computed for a push, until it was durable, and for a pull.
-        nbytes: ``model``, ``pushed`` and ``arrived`` of one push, ``asked`` and ``pulled`` of one pull, of all clients together.
-        memory: bytes beyond the start: ``service``, ``trainer``, ``engine`` (of a process, the largest) and ``together`` as
-            proportional sets, ``*_high_water_mark`` as resident ones.
+        nbytes: ``model``, ``pushed`` and ``arrived`` of one push, ``asked`` and ``pulled`` of one pull, of all clients
+            together.
+        memory: bytes beyond the start: ``service``, ``trainer``, ``engine`` (of a process, the largest) and
+            ``together`` as proportional sets, ``*_high_water_mark`` as resident ones.
         lanes: lanes that were taken.
-        verified: whether engines had the very bytes that trainers pushed; None if slices and shards are cut differently.
+        verified: whether engines had the very bytes that trainers pushed; None if slices and shards are cut
+            differently.
     """
 
     case: Case

@@ -1,8 +1,9 @@
 """``python -m benchmarks.client_process SPEC``: one trainer rank or engine that is measured, in a process of its own.
 
-SPEC is a `ClientSpec` as JSON. Commands come as JSON lines on standard input, answers go as JSON lines to standard output. A command
-has ``do``, the name of a method of the client, and its arguments. ``at`` among them is the moment of the machine's monotonic clock
-at which the clock starts to run: the same for all clients, so they start together. Times are in seconds, sizes in bytes.
+SPEC is a `ClientSpec` as JSON. Commands come as JSON lines on standard input, answers go as JSON lines to standard
+output. A command has ``do``, the name of a method of the client, and its arguments. ``at`` among them is the moment of
+the machine's monotonic clock at which the clock starts to run: the same for all clients, so they start together. Times
+are in seconds, sizes in bytes.
 """
 
 from __future__ import annotations
@@ -92,9 +93,7 @@ class TrainerProcess:
         self._spec = spec
         self._client = TrainerClient(spec.server, lane=spec.lane)
         specs = models.read_specs(Path(spec.specs))
-        self._layout, self._space = cuts.trainer_shards(
-            spec.cut, self._client, MODEL, specs, spec.clients, spec.rank
-        )
+        self._layout, self._space = cuts.trainer_shards(spec.cut, self._client, MODEL, specs, spec.clients, spec.rank)
         sizes = (p.nbytes for p in self._layout.placements)
         self._bits = models.RandomBits(sizes, seed=spec.rank, device=spec.device)
         self._tensors = self._bits.of_layout(self._layout)
@@ -107,8 +106,9 @@ class TrainerProcess:
     def push(self, at: float, step: int) -> dict[str, Any]:
         """Push the shards of a step, whose bits are its own, and wait until the version is durable.
 
-        Moments are Unix times: ``first_byte`` is when the first byte was read, ``last_byte`` when all of this rank's were, ``ready``
-        when this rank heard that the version is ready. ``held`` is what the push itself says that it kept the rank for, ``called`` what a stopwatch says.
+        Moments are Unix times: ``first_byte`` is when the first byte was read, ``last_byte`` when all of this rank's
+        were, ``ready`` when this rank heard that the version is ready. ``held`` is what the push itself says that it
+        kept the rank for, ``called`` what a stopwatch says.
         """
         tensors = self._bits.of_layout(self._layout, generation=step)
 
@@ -204,7 +204,9 @@ class EngineProcess:
         return {"digest": _digest(self._tensors)}
 
     def memory(self) -> dict[str, Any]:
-        """The kernel's ``high_water_mark`` beyond the start, with memory for the slices allocated and before the first pull."""
+        """The kernel's ``high_water_mark`` beyond the start, with memory for the slices allocated and before the first
+        pull.
+        """
         return {"high_water_mark": self._memory.beyond_start}
 
 

@@ -1,7 +1,9 @@
-"""``python -m benchmarks.comparing``: Weighbridge next to what others use, in one run: from a trainer's shards to files that others load.
+"""``python -m benchmarks.comparing``: Weighbridge next to what others use, in one run: from a trainer's shards to files
+that others load.
 
-In each round everything runs once, one after the other, each in processes of its own, which have warmed up. In a first round, whose
-times do not count, memory is sampled. What the figures are: docs/benchmarks.md. A peer that fails or is not installed is named, and the others go on.
+In each round everything runs once, one after the other, each in processes of its own, which have warmed up. In a first
+round, whose times do not count, memory is sampled. What the figures are: docs/benchmarks.md. A peer that fails or is
+not installed is named, and the others go on.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Series:
         begins: input, as in `benchmarks.peers.Peer`.
         ends: kind of its output.
         seconds: one value for each round.
-        memory: peak growth in bytes of its process and its children; for Weighbridge, of the client without the service.
+        memory: peak growth in bytes of its process and its children; for Weighbridge, of the client without the
+            service.
         problems: why there are no seconds, or what is wrong with its files.
     """
 
@@ -140,7 +143,9 @@ class Comparison:
         return {name: statistics.median(each.seconds) for name, each in self.series.items() if each.seconds}
 
     def ratio(self, name: str, ours: str) -> float | None:
-        """Seconds of one way over those of one of ours: the median of the rounds' ratios; None if the rounds do not match."""
+        """Seconds of one way over those of one of ours: the median of the rounds' ratios; None if the rounds do not
+        match.
+        """
         theirs, mine = (self.series[each].seconds for each in (name, ours))
         if not theirs or len(theirs) != len(mine):
             return None
@@ -159,9 +164,7 @@ class Comparison:
         yardsticks = ("weighbridge push, ready", "weighbridge push, durable", "weighbridge pull")
         rows = []
         for name, each in self.series.items():
-            ratios = [
-                "-" if (ratio := self.ratio(name, ours)) is None else f"{ratio:.2f}" for ours in yardsticks
-            ]
+            ratios = ["-" if (ratio := self.ratio(name, ours)) is None else f"{ratio:.2f}" for ours in yardsticks]
             spent = report.seconds(medians.get(name))
             rows.append([name, each.begins, each.ends, spent, *ratios, f"{each.memory / 1e6:.0f}"])
         headings = ["", "begins with", "ends in", "seconds", "/ready", "/durable", "/pull", "memory MB"]

@@ -1,9 +1,11 @@
-"""``python -m benchmarks.control``: how soon thousands of engines hear that a tag has moved, and what they cost while it does not.
+"""``python -m benchmarks.control``: how soon thousands of engines hear that a tag has moved, and what they cost while
+it does not.
 
-A service and a bare ``grpc.aio`` server (`benchmarks.bare_watches`) are measured one after the other in the same run, with the same
-watchers (`benchmarks.watcher_process`): the time from the beginning of the call that moves the tag until each watch has the new version, memory
-of the server for each connection, its processor time while nothing happens, and how many requests it makes to its store then, with one watch
-and with all. A tag is moved through another service over the same store as well. Stores are folders, or SeaweedFS (``--s3``).
+A service and a bare ``grpc.aio`` server (`benchmarks.bare_watches`) are measured one after the other in the same run,
+with the same watchers (`benchmarks.watcher_process`): the time from the beginning of the call that moves the tag until
+each watch has the new version, memory of the server for each connection, its processor time while nothing happens, and
+how many requests it makes to its store then, with one watch and with all. A tag is moved through another service over
+the same store as well. Stores are folders, or SeaweedFS (``--s3``).
 """
 
 from __future__ import annotations
@@ -266,9 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     usual = Settings()
     parser.add_argument("--moves", type=int, default=usual.moves, help="of the tag (default 10)")
     parser.add_argument("--idle", type=float, default=usual.idle, help="seconds without a move (default 10)")
-    parser.add_argument(
-        "--watchers", type=int, default=usual.watchers, help="processes that watch (default 1)"
-    )
+    parser.add_argument("--watchers", type=int, default=usual.watchers, help="processes that watch (default 1)")
     parser.add_argument(
         "--client",
         choices=CLIENTS,

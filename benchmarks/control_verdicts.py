@@ -16,7 +16,10 @@ MOST_CONNECTION_BYTES = 60_000
 """Limit for one connection with one watch."""
 MOST_IDLE_CORES = 0.01
 MOST_MORE_REQUESTS = 0.2
-"""Most additional requests a second to the store for all watches, compared with one watch. Other requests to it have their own schedule."""
+"""Most additional requests a second to the store for all watches, compared with one watch.
+
+Other requests to it have their own schedule.
+"""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,9 @@ class Figures:
 
     @property
     def connection_bytes(self) -> float:
-        """Resident bytes that a connection with its watches has cost, after the last move; of watches that were let in."""
+        """Resident bytes that a connection with its watches has cost, after the last move; of watches that were let
+        in.
+        """
         let_in = max(self.watching / self.case.streams, 1.0)
         return (max(self.after, self.after_moves) - self.before) / let_in
 
@@ -181,10 +186,7 @@ def verdicts(ours: Figures, bare: Figures) -> list[Verdict]:
 def table(ours: Figures, bare: Figures) -> str:
     """All figures of a case."""
     said = {None: "", True: "ok", False: "MISSED"}
-    rows = (
-        [each.name, each.ours, each.bare, each.ratio, each.goal, said[each.ok]]
-        for each in verdicts(ours, bare)
-    )
+    rows = ([each.name, each.ours, each.bare, each.ratio, each.goal, said[each.ok]] for each in verdicts(ours, bare))
     return report.table([str(ours.case), ours.name, bare.name, "ratio", "goal", ""], rows)
 
 

@@ -1,13 +1,14 @@
-"""``python -m benchmarks.converting``: what a conversion of a folder costs, next to ``cp -r`` of the same bytes, in one run.
+"""``python -m benchmarks.converting``: what a conversion of a folder costs, next to ``cp -r`` of the same bytes, in one
+run.
 
-Both directions, several rounds in turn, as medians and their ratio; and the most memory that all processes of a conversion have
-together, with one, two and four times as many layers. ``cp -r`` is timed as it is and with the ``sync`` that makes its copy as durable as
-a conversion's result is. A conversion is the whole command, start of the interpreter and imports included; that part is given by
-itself as well, as the time that a model of almost nothing takes.
+Both directions, several rounds in turn, as medians and their ratio; and the most memory that all processes of a
+conversion have together, with one, two and four times as many layers. ``cp -r`` is timed as it is and with the ``sync``
+that makes its copy as durable as a conversion's result is. A conversion is the whole command, start of the interpreter
+and imports included; that part is given by itself as well, as the time that a model of almost nothing takes.
 
-Before each command all writes are waited for, then some seconds more, and its source is read once. The seconds are for virtual
-machines: pages that were freed a moment ago are up to four times cheaper to write to than others, and the command that comes first
-after a removal would get them.
+Before each command all writes are waited for, then some seconds more, and its source is read once. The seconds are for
+virtual machines: pages that were freed a moment ago are up to four times cheaper to write to than others, and the
+command that comes first after a removal would get them.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def write_model(gigabytes: float, folder: Path, *, deeper: int = 1) -> int:
 
 
 def settle(source: Path) -> None:
-    """Let the disk and the memory come to rest, and have the source in the page cache, so that no command profits from another."""
+    """Let the disk and the memory come to rest, and have the source in the page cache, so that no command profits from
+    another.
+    """
     os.sync()
     time.sleep(_SETTLE_SECONDS)
     subprocess.run(["cat", *map(str, source.rglob("*.*"))], stdout=subprocess.DEVNULL, check=True)
@@ -149,9 +152,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=4.0, help="size of the model that is timed")
-    parser.add_argument(
-        "--memory-gb", type=float, default=1.0, help="the smallest size whose memory is measured"
-    )
+    parser.add_argument("--memory-gb", type=float, default=1.0, help="the smallest size whose memory is measured")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder if left out")
     arguments = parser.parse_args()

@@ -1,8 +1,9 @@
-"""``python -m benchmarks.counted_service serve ...``: the service, with a count of what it reads from its store and writes to it.
+"""``python -m benchmarks.counted_service serve ...``: the service, with a count of what it reads from its store and
+writes to it.
 
-The arguments are those of ``weighbridge``. The count is that of the port `ObjectStore`, so it is the same for every store. Each line on
-standard input is answered by one line on standard output: the counts since the start as JSON, ``requests`` and ``bytes``, of all objects and
-of heads and their history alone.
+The arguments are those of ``weighbridge``. The count is that of the port `ObjectStore`, so it is the same for every
+store. Each line on standard input is answered by one line on standard output: the counts since the start as JSON,
+``requests`` and ``bytes``, of all objects and of heads and their history alone.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ def _is_head(key: str) -> bool:
 
 
 class CountingStore:
-    """Another store, and how much it is asked for. Objects that are mapped count nothing: they are looked at later, or never."""
+    """Another store, and how much it is asked for.
+
+    Objects that are mapped count nothing: they are looked at later, or never.
+    """
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store

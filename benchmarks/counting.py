@@ -1,7 +1,9 @@
-"""``python -m benchmarks.counting``: what the count of non-finite elements costs where a rank copies its shards, casts them and streams them.
+"""``python -m benchmarks.counting``: what the count of non-finite elements costs where a rank copies its shards, casts
+them and streams them.
 
-Each way is measured in turn with the same without the count, by the processor time of its one thread: other work on the machine
-disturbs that less than the time that passes. With ``--device cuda`` shards lie on a GPU, and it is the time that passes.
+Each way is measured in turn with the same without the count, by the processor time of its one thread: other work on the
+machine disturbs that less than the time that passes. With ``--device cuda`` shards lie on a GPU, and it is the time
+that passes.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ class Shards:
         )
 
     def copying_then_counting(self) -> tuple[Way, Way]:
-        """Copies without the count, and with one of what was copied: what the extension saves by counting on the way."""
+        """Copies without the count, and with one of what was copied: what the extension saves by counting on the
+        way.
+        """
         bf16, copies = parse("bf16"), self.copies(rows=False)
         encoding = encoding_of(bf16)
         assert encoding is not None
@@ -89,7 +93,9 @@ class Shards:
         return lambda: write_tensors(shards, [self.memory]), counted
 
     def casting(self, name: str, *, behind: bool) -> tuple[Way, Way]:
-        """Casts of float32, without the count and with what of it is made meanwhile; or with that behind the rank's back, too."""
+        """Casts of float32, without the count and with what of it is made meanwhile; or with that behind the rank's
+        back, too.
+        """
         dtype, copies = parse(name), self.copies(rows=False)
         tensors = self.tensors(parse("fp32"), _TENSOR_BYTES // dtype.itemsize)
         shards = [(tensor, dtype.torch, of_shard) for tensor, of_shard in zip(tensors, copies, strict=True)]
@@ -127,7 +133,9 @@ class Shards:
         }
 
     def streaming(self) -> tuple[Way, Way]:
-        """Checksums of the messages of a stream, without the count and with it: what is done to them before gRPC has them."""
+        """Checksums of the messages of a stream, without the count and with it: what is done to them before gRPC has
+        them.
+        """
         dtype = parse("bf16")
         shape = (_TENSOR_BYTES // dtype.itemsize,)
         specs = [TensorSpec(str(index), dtype, shape) for index in range(self.count)]

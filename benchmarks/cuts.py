@@ -2,9 +2,10 @@
 
 - ``contiguous``: every tensor is cut along its rows, so that a shard is one run of bytes of a file.
 - ``columns``: every matrix is cut along its columns, so that each of its rows is spread over the ranks.
-- ``stages``: of trainers on two nodes, in Megatron-core's names: tensor parallelism on each node, one pipeline stage on each.
-- ``megatron``: tensor parallelism as Megatron-core and engines have it, in their own names: some matrices by rows, some by
-  columns, query, key and value interleaved, norms replicated.
+- ``stages``: of trainers on two nodes, in Megatron-core's names: tensor parallelism on each node, one pipeline stage on
+  each.
+- ``megatron``: tensor parallelism as Megatron-core and engines have it, in their own names: some matrices by rows, some
+  by columns, query, key and value interleaved, norms replicated.
 
 With the first two, what engine r asks for are the shards of trainer rank r, in the same order.
 """

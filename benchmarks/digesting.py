@@ -1,6 +1,7 @@
 """``python -m benchmarks.digesting``: what the digests of a version's files cost on one core, next to other algorithms.
 
-All are taken over one file of BF16 tensors in memory, in turn, and the median of the rounds is given in milliseconds of processor time for each GB.
+All are taken over one file of BF16 tensors in memory, in turn, and the median of the rounds is given in milliseconds of
+processor time for each GB.
 """
 
 from __future__ import annotations
@@ -46,9 +47,7 @@ def ways(files: FilesLayout, data: ByteArray, broken: ByteArray) -> dict[str, Ca
     name = files.files[0].name
 
     def each_block(digest: Callable[[memoryview], object]) -> Callable[[], object]:
-        return lambda: [
-            digest(data[start : start + BLOCK_BYTES].data) for start in range(0, len(data), BLOCK_BYTES)
-        ]
+        return lambda: [digest(data[start : start + BLOCK_BYTES].data) for start in range(0, len(data), BLOCK_BYTES)]
 
     def before() -> None:
         xxhash.xxh3_128_digest(data.data)

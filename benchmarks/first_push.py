@@ -1,8 +1,10 @@
-"""``python -m benchmarks.first_push``: what the first pushes of a model cost next to a later one, with and without `weighbridge warm` before.
+"""``python -m benchmarks.first_push``: what the first pushes of a model cost next to a later one, with and without
+`weighbridge warm` before.
 
-A service that has never seen the model is pushed to ten times, several times over, and each push waits until the version before is
-durable: a slow disk under the stores makes all of that long. `held` is how long a push kept its trainer, `ready` the time from
-its first byte until the version could be pulled. Memory that the machine, or its own host, has not used before takes longer than any of that.
+A service that has never seen the model is pushed to ten times, several times over, and each push waits until the
+version before is durable: a slow disk under the stores makes all of that long. `held` is how long a push kept its
+trainer, `ready` the time from its first byte until the version could be pulled. Memory that the machine, or its own
+host, has not used before takes longer than any of that.
 """
 
 from __future__ import annotations
@@ -24,9 +26,7 @@ def main() -> None:
     """Measure, print and write."""
     options = argparse.ArgumentParser(prog="python -m benchmarks.first_push", description=__doc__)
     options.add_argument("--gb", type=float, default=0.5, help="size of the model (default 0.5)")
-    options.add_argument(
-        "--clients", type=int, nargs="+", default=[1, 2], help="numbers of ranks (default 1 2)"
-    )
+    options.add_argument("--clients", type=int, nargs="+", default=[1, 2], help="numbers of ranks (default 1 2)")
     options.add_argument("--services", type=int, default=3, help="how many services are begun (default 3)")
     options.add_argument("--lane", default="local", choices=("local", "grpc"))
     options.add_argument("--device", default="cpu", choices=("cpu", "cuda"))

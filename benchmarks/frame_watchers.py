@@ -1,7 +1,8 @@
-"""Watches that speak bare HTTP/2 frames: the cost of engines on other machines to a service, without the engines' own cost to these processors.
+"""Watches that speak bare HTTP/2 frames: the cost of engines on other machines to a service, without the engines' own
+cost to these processors.
 
-gRPC's own client takes longer to receive a message than a server takes to send it. These watchers record when each message comes, and
-decode it later.
+gRPC's own client takes longer to receive a message than a server takes to send it. These watchers record when each
+message comes, and decode it later.
 """
 
 from __future__ import annotations
@@ -90,8 +91,6 @@ class FrameWatchers:
         response, moments = model_service_pb2.WatchRefsResponse, []
         for each in self._watches:
             arrived, each.arrived = each.arrived, []
-            moments += [
-                moment for moment, raw in arrived if response.FromString(raw).version.number == number
-            ]
+            moments += [moment for moment, raw in arrived if response.FromString(raw).version.number == number]
         begun, ended = sum(len(each.begun) for each in self._watches), self._counts.ended
         return Heard(moments, min(begun, self._all - ended), {"ended": ended} if ended else {})

@@ -1,9 +1,9 @@
 """``python -m benchmarks.framework_updates``: what the adapters to frameworks add to a plain push of the same tensors.
 
-The ranks of a real job push in turn by the calls that their framework makes, and plainly, until engines could pull the version:
-``make bench-frameworks``. Two actors of verl, and one trainer of TRL or to vLLM's factory, hold the gathered tensors, and push them plainly by
-``push_gathered``; two ranks of AReaL hold what FSDP2 has given them, and push it plainly by ``push_state_dict``. Gathering, and what engines
-do, are left out of both.
+The ranks of a real job push in turn by the calls that their framework makes, and plainly, until engines could pull the
+version: ``make bench-frameworks``. Two actors of verl, and one trainer of TRL or to vLLM's factory, hold the gathered
+tensors, and push them plainly by ``push_gathered``; two ranks of AReaL hold what FSDP2 has given them, and push it
+plainly by ``push_state_dict``. Gathering, and what engines do, are left out of both.
 """
 
 from __future__ import annotations

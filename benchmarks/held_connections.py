@@ -1,6 +1,7 @@
 """Thousands of open connections in one thread, which mostly sleeps: each sends what it has to, and reads what comes.
 
-Attackers are made of them, and watchers that cost little. The standard library is enough, so that a process of them starts at once.
+Attackers are made of them, and watchers that cost little. The standard library is enough, so that a process of them
+starts at once.
 """
 
 from __future__ import annotations

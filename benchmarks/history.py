@@ -1,9 +1,10 @@
 """``python -m benchmarks.history``: what the last of many versions costs next to the first, and what many models do.
 
-One service receives many versions of a tiny model one after the other, another one few; and one gets many models with a version each, another
-one few. At the end the same is done at both in turn, so that a machine with other things to do slows both down alike: what each operation
-takes, the bytes that a push reads from the store and writes to it, and the service's memory. The ratio of the two is what history costs. It
-is compared with what may be: 1.3 times for everything, and 50 MB of memory. Stores are folders, or SeaweedFS (``--s3``).
+One service receives many versions of a tiny model one after the other, another one few; and one gets many models with a
+version each, another one few. At the end the same is done at both in turn, so that a machine with other things to do
+slows both down alike: what each operation takes, the bytes that a push reads from the store and writes to it, and the
+service's memory. The ratio of the two is what history costs. It is compared with what may be: 1.3 times for everything,
+and 50 MB of memory. Stores are folders, or SeaweedFS (``--s3``).
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ class Window:
         self.note("store requests", asked.requests)
 
     def typical(self, name: str) -> float:
-        """The median of times, and the mean of what is counted: the tree of a history is written now and then, and a lot at a time."""
+        """The median of times, and the mean of what is counted: the tree of a history is written now and then, and a
+        lot at a time.
+        """
         return (statistics.fmean if _counted(name) else statistics.median)(self.samples[name])
 
 
@@ -348,9 +351,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
             with ExitStack() as running:
                 few, many = (
-                    running.enter_context(
-                        serving(location(f"{how}-{what}"), folder / f"{how}-{what}-scratch")
-                    )
+                    running.enter_context(serving(location(f"{how}-{what}"), folder / f"{how}-{what}-scratch"))
                     for how in ("few", "many")
                 )
                 found[what] = measure(partial(kind, model), (few, many), count, args.window)

@@ -1,8 +1,9 @@
 """Frames of HTTP/2 as a client sends and reads them, without the library that would keep to the rules.
 
-An attacker breaks what gRPC's own client keeps: it opens calls and says nothing, never widens a window, or withholds the last byte of a
-message. And thousands of calls cost it next to nothing, so that what is measured is the service. Headers are written as literals that no
-table needs to know. Source: RFC 9113 (frames), RFC 7541 (headers), gRPC's "gRPC over HTTP2" (what a call looks like).
+An attacker breaks what gRPC's own client keeps: it opens calls and says nothing, never widens a window, or withholds
+the last byte of a message. And thousands of calls cost it next to nothing, so that what is measured is the service.
+Headers are written as literals that no table needs to know. Source: RFC 9113 (frames), RFC 7541 (headers), gRPC's "gRPC
+over HTTP2" (what a call looks like).
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ def preface(window: int) -> bytes:
     """First bytes that a client sends.
 
     Args:
-        window: bytes that the server may send on each stream without a window update, and on the connection if that is more than
-            usual.
+        window: bytes that the server may send on each stream without a window update, and on the connection if that is
+            more than usual.
     """
     said = PREFACE + frame(SETTINGS, 0, 0, _SETTING.pack(INITIAL_WINDOW_SIZE, window))
     if window > DEFAULT_WINDOW:

@@ -1,6 +1,8 @@
-"""``python -m benchmarks.many_files NBYTES COMMAND ...``: the command line, for models that are laid out in files of so many bytes.
+"""``python -m benchmarks.many_files NBYTES COMMAND ...``: the command line, for models that are laid out in files of so
+many bytes.
 
-A model of 0.5 GB has one file, and one of 300 GB has sixty: who writes which of them is measured on a small model cut like a large one.
+A model of 0.5 GB has one file, and one of 300 GB has sixty: who writes which of them is measured on a small model cut
+like a large one.
 """
 
 from __future__ import annotations

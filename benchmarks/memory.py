@@ -1,8 +1,9 @@
 """Memory that a process needs, and that several need which share some of it.
 
-Two answers, both beyond what was there at the start. The proportional set size (PSS) of Linux divides shared pages by the number of
-processes that map them, so that a sum over processes counts them once; it has to be sampled, which disturbs what is measured. The
-kernel's own high-water mark of the resident set (VmHWM) misses no peak and costs nothing, and counts shared pages in each process.
+Two answers, both beyond what was there at the start. The proportional set size (PSS) of Linux divides shared pages by
+the number of processes that map them, so that a sum over processes counts them once; it has to be sampled, which
+disturbs what is measured. The kernel's own high-water mark of the resident set (VmHWM) misses no peak and costs
+nothing, and counts shared pages in each process.
 """
 
 from __future__ import annotations
@@ -82,9 +83,7 @@ class Sampler:
 
     def sample(self) -> None:
         """Take one more sample."""
-        now = [
-            memory_of(pid).proportional - start for pid, start in zip(self._pids, self._starts, strict=True)
-        ]
+        now = [memory_of(pid).proportional - start for pid, start in zip(self._pids, self._starts, strict=True)]
         self.peaks = [max(peak, each) for peak, each in zip(self.peaks, now, strict=True)]
         self.peak_sum = max(self.peak_sum, sum(now))
 

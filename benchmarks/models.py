@@ -82,27 +82,28 @@ def write_specs(specs: Iterable[TensorSpec], path: Path) -> None:
 
 
 def write_model(gigabytes: float, folder: Path) -> None:
-    """Write the folder of a model of about this size, without weights: ``config.json``, and ``specs.json`` as `write_specs` does."""
+    """Write the folder of a model of about this size, without weights: ``config.json``, and ``specs.json`` as
+    `write_specs` does.
+    """
     write_specs(hugging_face_specs(write_config(config_of(gigabytes), folder)), folder / "specs.json")
 
 
 def read_specs(path: Path) -> list[TensorSpec]:
     """Specs of tensors from a file of `write_specs`."""
-    return [
-        TensorSpec(name, dtypes.parse(dtype), tuple(shape))
-        for name, dtype, shape in json.loads(path.read_text())
-    ]
+    return [TensorSpec(name, dtypes.parse(dtype), tuple(shape)) for name, dtype, shape in json.loads(path.read_text())]
 
 
 _FINITE = 0xBFBF_BFBF_BFBF_BFBF
-"""Mask that clears the highest bit of each exponent, so that no number of any dtype is NaN or infinite: versions with such elements are held."""
+"""Mask that clears the highest bit of each exponent, so that no number of any dtype is NaN or infinite: versions with
+such elements are held.
+"""
 
 
 class RandomBits:
     """Tensors of random bits that are finite numbers, cut out of one buffer that is smaller than all of them together.
 
-    So a model of any size costs at most 1 GiB, or its largest tensor, and reading it still goes to memory: the buffer is
-    larger than any cache. Each tensor has a storage of its own, as trainers' parameters have.
+    So a model of any size costs at most 1 GiB, or its largest tensor, and reading it still goes to memory: the buffer
+    is larger than any cache. Each tensor has a storage of its own, as trainers' parameters have.
 
     Args:
         sizes: bytes of the tensors to be made.
@@ -118,9 +119,7 @@ class RandomBits:
         self._pool: NDArray[np.uint8] = words.view(np.uint8)
         self._on_device = None if device == "cpu" else torch.from_numpy(self._pool).to(device)
 
-    def tensors(
-        self, shapes: Sequence[tuple[torch.dtype, tuple[int, ...]]], generation: int = 0
-    ) -> list[Tensor]:
+    def tensors(self, shapes: Sequence[tuple[torch.dtype, tuple[int, ...]]], generation: int = 0) -> list[Tensor]:
         """Tensors of these dtypes and shapes; each generation has other bits in each of them."""
         made = []
         position = generation * _PAGE
@@ -149,6 +148,4 @@ class RandomBits:
 
 def shapes_of(layout: Layout) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     """Dtype and shape of each shard of a layout, in its order."""
-    return [
-        (layout.tensors[p.shard.tensor].dtype.torch, tuple(p.shard.box.extent)) for p in layout.placements
-    ]
+    return [(layout.tensors[p.shard.tensor].dtype.torch, tuple(p.shard.box.extent)) for p in layout.placements]

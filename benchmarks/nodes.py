@@ -1,9 +1,10 @@
-"""``python -m benchmarks.nodes``: a push of eight ranks to one service, next to the same push to two services, one on each "node".
+"""``python -m benchmarks.nodes``: a push of eight ranks to one service, next to the same push to two services, one on
+each "node".
 
-All take place on one machine, in turn, round by round. A node is a service with a socket of its own, and the half of the ranks that push
-to it. Two services are compared with one to which the same bytes go by the same lanes: where pipeline stages lie on nodes, all by
-shared memory; where every tensor lies on both nodes, half of them by gRPC, from ranks that have no lane, as if on another machine.
-Ratios are medians of the rounds' ratios.
+All take place on one machine, in turn, round by round. A node is a service with a socket of its own, and the half of
+the ranks that push to it. Two services are compared with one to which the same bytes go by the same lanes: where
+pipeline stages lie on nodes, all by shared memory; where every tensor lies on both nodes, half of them by gRPC, from
+ranks that have no lane, as if on another machine. Ratios are medians of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from weighbridge._lane.local_lane import GRPC, LOCAL
 FILES = 16
 """Number of files of the model."""
 CUTS = {"stages": "one", "contiguous": "half away"}
-"""Cuts of the model. The value names the push to one service that has as many bytes by each lane as the push to two services."""
+"""Cuts of the model.
+
+The value names the push to one service that has as many bytes by each lane as the push to two services.
+"""
 JUDGED = ("held", "ready")
 GOAL = 1.2
 _GRACE_SECONDS = 1.1
@@ -45,10 +49,12 @@ class Figures:
         lane: the lane that clients asked for.
         ranks: number of trainer ranks.
         model_bytes: bytes of the model.
-        nbytes: bytes of one push of all ranks, by the services that it went to: ``local``, by shared memory, and ``streamed``.
-        seconds: by the services, one value for each round: ``held`` of the rank that was held longest, ``ready`` and ``durable`` from the
-            first byte that was read until the last rank has received that the version is ready or durable, and ``cpu``, processor time of
-            all ranks and services from the start of the push until it was durable.
+        nbytes: bytes of one push of all ranks, by the services that it went to: ``local``, by shared memory, and
+            ``streamed``.
+        seconds: by the services, one value for each round: ``held`` of the rank that was held longest, ``ready`` and
+            ``durable`` from the first byte that was read until the last rank has received that the version is ready or
+            durable, and ``cpu``, processor time of all ranks and services from the start of the push until it was
+            durable.
     """
 
     cut: str
@@ -119,9 +125,7 @@ def run(
         def group(name: str, services: int, away: int) -> _Group:
             options = ("--advertise", "127.0.0.1:0") if services > 1 else ()
             running = [
-                stack.enter_context(
-                    processes.service(folder / name, total // services, *options, program=program)
-                )
+                stack.enter_context(processes.service(folder / name, total // services, *options, program=program))
                 for _ in range(services)
             ]
             admin = stack.enter_context(TrainerClient(running[0].grpc))

@@ -1,8 +1,9 @@
 """``python -m benchmarks.pages``: how soon pages are there, and what open ones cost.
 
-A service over a folder with 100 models of 1,000 versions each answers for the list of models, a model and one of its versions: the slowest of
-some requests for each, next to `/livez` of the same service. Then pages are opened as browsers do, by their streams of events, and the processor
-time of the service is compared with and without them: while nothing happens, and while versions are pushed to the model that they show.
+A service over a folder with 100 models of 1,000 versions each answers for the list of models, a model and one of its
+versions: the slowest of some requests for each, next to `/livez` of the same service. Then pages are opened as browsers
+do, by their streams of events, and the processor time of the service is compared with and without them: while nothing
+happens, and while versions are pushed to the model that they show.
 """
 
 from __future__ import annotations
@@ -79,9 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             answers = _answers(running.http, shape)
             costs = _costs(running, model, shape)
     print(f"{shape.models} models of {shape.versions} versions; {shape.pages} pages open")
-    rows = [
-        [path, f"{first * 1000:.0f}", f"{slowest * 1000:.0f}"] for path, (first, slowest) in answers.items()
-    ]
+    rows = [[path, f"{first * 1000:.0f}", f"{slowest * 1000:.0f}"] for path, (first, slowest) in answers.items()]
     print(report.table(["page", "first, ms", "slowest after that, ms"], rows))
     print(
         report.table(
@@ -220,9 +219,7 @@ def follow(address: str, *paths: str) -> None:
 async def _follow(address: str, paths: Sequence[str]) -> None:
     split = urlsplit(address)
     ready = asyncio.Semaphore(0)
-    readers = [
-        asyncio.create_task(_reader(split.hostname or "", split.port or 0, path, ready)) for path in paths
-    ]
+    readers = [asyncio.create_task(_reader(split.hostname or "", split.port or 0, path, ready)) for path in paths]
     for _ in paths:
         await ready.acquire()
     print("open", flush=True)

@@ -1,8 +1,10 @@
-"""``python -m benchmarks.pause``: how long a real vLLM stands still for a new version, and how long the version takes from trainer to engine.
+"""``python -m benchmarks.pause``: how long a real vLLM stands still for a new version, and how long the version takes
+from trainer to engine.
 
-``make bench-pause``. A trainer process holds the model on the same device, a service is between the two, and after each update the checksum of
-every parameter of the engine is compared with the trainer's own tensors. Ways of one run: with memory of the card for the next version, without,
-vLLM's own ways, and a plain copy of as many bytes from pinned memory, which is what the seconds are compared with.
+``make bench-pause``. A trainer process holds the model on the same device, a service is between the two, and after each
+update the checksum of every parameter of the engine is compared with the trainer's own tensors. Ways of one run: with
+memory of the card for the next version, without, vLLM's own ways, and a plain copy of as many bytes from pinned memory,
+which is what the seconds are compared with.
 """
 
 from __future__ import annotations
@@ -131,11 +133,9 @@ def differing(trainer: Peer, engine: Peer) -> list[str]:
     return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
 
 
-def updates(
-    trainer: Peer, engine: Peer, steps: range, *, early: bool, compares: bool = True
-) -> list[dict[str, Any]]:
-    """Push, prepare and apply so many versions, which the engine stages while they arrive if ``early``; all parameters are compared, unless the
-    engine has others than the trainer."""
+def updates(trainer: Peer, engine: Peer, steps: range, *, early: bool, compares: bool = True) -> list[dict[str, Any]]:
+    """Push, prepare and apply so many versions, which the engine stages while they arrive if ``early``; all parameters
+    are compared, unless the engine has others than the trainer."""
     found = []
     for step in steps:
         if early:
@@ -163,7 +163,9 @@ def updates(
 
 
 def own_updates(trainer: Peer, engine: Peer, steps: range, way: str, folder: Path) -> list[dict[str, Any]]:
-    """Updates by vLLM alone, by handles of the trainer's memory (``ipc``) or from a folder that the trainer writes (``reload``); figures as of `updates`."""
+    """Updates by vLLM alone, by handles of the trainer's memory (``ipc``) or from a folder that the trainer writes
+    (``reload``); figures as of `updates`.
+    """
     found = []
     for step in steps:
         there = str(folder / str(step))
@@ -191,10 +193,9 @@ def own_updates(trainer: Peer, engine: Peer, steps: range, way: str, folder: Pat
     return found
 
 
-def decoded(
-    arguments: argparse.Namespace, trainer: Peer, engine: Peer, step: int
-) -> tuple[dict[str, Any], int]:
-    """Rates of generation without updates and with them, while the trainer makes as many new weights in both; and the last step.
+def decoded(arguments: argparse.Namespace, trainer: Peer, engine: Peer, step: int) -> tuple[dict[str, Any], int]:
+    """Rates of generation without updates and with them, while the trainer makes as many new weights in both; and the
+    last step.
 
     Before that, versions are brought to all memory of the service, as long-running engines have seen it.
     """
@@ -221,9 +222,7 @@ def decoded(
         engine.ask(json.dumps(["apply", pushed["version"]]))
     run(3.0, "make")
     turns = [
-        run(arguments.seconds / arguments.turns, order)
-        for _ in range(arguments.turns)
-        for order in ("make", "hurry")
+        run(arguments.seconds / arguments.turns, order) for _ in range(arguments.turns) for order in ("make", "hurry")
     ]
     found = {"without": pause_decoding.joined(turns[::2]), "during": pause_decoding.joined(turns[1::2])}
     if any("failed" in each and each["failed"] for each in found.values()):
@@ -249,7 +248,9 @@ def start(arguments: argparse.Namespace, engine: Peer, *given: Any) -> dict[str,
 def loaded_anew(
     arguments: argparse.Namespace, trainer: Peer, log: Path, given: tuple[Any, ...], seen: tuple[Any, Any]
 ) -> dict[str, Any]:
-    """Differences between an engine that is started with the newest version and one that was updated to it: parameters and generated text."""
+    """Differences between an engine that is started with the newest version and one that was updated to it: parameters
+    and generated text.
+    """
     trainer.ask("durable")
     with peer([arguments.python, "-m", "benchmarks.pause_engine"], log) as engine:
         facts = start(arguments, engine, *given)
@@ -356,7 +357,9 @@ def asleep(trainer: Peer, engine: Peer, step: int) -> list[Any]:
 
 
 def woken(trainer: Peer, engine: Peer, server: str, step: int) -> list[Any]:
-    """Updates of an engine that sleeps, which its wake-up brings; and after level 2 a wake-up without one, which brings back what was there."""
+    """Updates of an engine that sleeps, which its wake-up brings; and after level 2 a wake-up without one, which brings
+    back what was there.
+    """
     found = []
 
     def tell(when_asleep: str) -> None:
@@ -433,15 +436,12 @@ def main() -> None:
         "--cases",
         nargs="+",
         default=["early", "1", "0"],
-        help="early (staged while it arrives, card_share 1), values of card_share, auto, grpc (brought over gRPC), sleep, fp8 (as early, with vLLM's online quantisation, compared "
+        help="early (staged while it arrives, card_share 1), values of card_share, auto, grpc "
+        "(brought over gRPC), sleep, fp8 (as early, with vLLM's online quantisation, compared "
         "with a fresh load), colocated, decode (rates of generation as early), or vLLM's own ipc and reload",
     )
-    parser.add_argument(
-        "--seconds", type=float, default=20.0, help="of the case decode without updates, and with them"
-    )
-    parser.add_argument(
-        "--every", type=float, default=2.0, help="seconds between two updates of the case decode"
-    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="of the case decode without updates, and with them")
+    parser.add_argument("--every", type=float, default=2.0, help="seconds between two updates of the case decode")
     parser.add_argument(
         "--turns", type=int, default=2, help="of the case decode, without updates and with them, in turn"
     )
@@ -485,7 +485,8 @@ def summary(found: Mapping[str, Any], cases: Sequence[str]) -> Iterator[str]:
             yield f"{name}: digests of all parameters and the answer, first and later: {json.dumps(case['proof'])}"
         for each in case.get("updates", []):
             yield (
-                f"{name}: apply {each['apply']:.3f} s ({each['apply'] / copy:.2f} copies), prepare {each['prepare']:.3f}, "
+                f"{name}: apply {each['apply']:.3f} s ({each['apply'] / copy:.2f} copies), "
+                f"prepare {each['prepare']:.3f}, "
                 f"held {each['held']:.3f}, ready {each['ready']:.3f}, to the engine {each['to_engine']:.3f}"
                 + (f", FAILED {each['failed']}" if each["failed"] else "")
                 + (f", WRONG {each['wrong']}" if each["wrong"] else "")

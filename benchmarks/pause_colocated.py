@@ -1,6 +1,8 @@
-"""Trainer and engine of `benchmarks.pause` in one process and on one card, which take turns: by one call, or by hand with ``state_dict`` and ``load_weights``.
+"""Trainer and engine of `benchmarks.pause` in one process and on one card, which take turns: by one call, or by hand
+with ``state_dict`` and ``load_weights``.
 
-Run by vLLM's Python, as `benchmarks.pause_engine`, with the same lines. Each turn begins and ends with the engine awake.
+Run by vLLM's Python, as `benchmarks.pause_engine`, with the same lines. Each turn begins and ends with the engine
+awake.
 """
 
 from __future__ import annotations
@@ -35,13 +37,14 @@ class Trainer:
         self._config, self._device = config, device
         pins = device == "cuda"
         self._host = {
-            name: torch.empty(shape, dtype=torch.bfloat16, pin_memory=pins)
-            for name, shape in shapes_of(config).items()
+            name: torch.empty(shape, dtype=torch.bfloat16, pin_memory=pins) for name, shape in shapes_of(config).items()
         }
         self.tensors: dict[str, torch.Tensor] = {}
 
     def train(self, step: int) -> dict[str, int]:
-        """Take the card, and make new weights; returns the checksums of the parameters that an engine fuses from them."""
+        """Take the card, and make new weights; returns the checksums of the parameters that an engine fuses from
+        them.
+        """
         generator = torch.Generator(self._device).manual_seed(step)
         for name, there in self._host.items():
             self.tensors[name] = there.to(self._device, copy=True).normal_(std=0.02, generator=generator)
@@ -69,9 +72,7 @@ class Turns:
     def __init__(self, server: str, config: Mapping[str, Any], options: dict[str, Any], level: int) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._base = _used_at_all()
-        self._engine = Engine(
-            server, {**options, **({"enable_sleep_mode": True} if device == "cuda" else {})}, {}
-        )
+        self._engine = Engine(server, {**options, **({"enable_sleep_mode": True} if device == "cuda" else {})}, {})
         self._level = level
         self._colocated = ColocatedEngine(self._engine.llm, MODEL, server, level=level, memory=self._used)
         self._trainer = Trainer(config, device)
@@ -96,7 +97,8 @@ class Turns:
         figures: Figures = {}
         state: dict[str, torch.Tensor] = {}
         llm = self._engine.llm
-        # else the wake-up would bring back what it has discarded, as it knows nothing of the weights that are loaded here
+        # else the wake-up would bring back what it has discarded, as it knows nothing of the weights that are loaded
+        # here
         self._engine.ask("weighbridge_connect", json.dumps({"when_asleep": "refuse"}))
 
         def load(model: torch.nn.Module) -> None:

@@ -1,6 +1,7 @@
 """Rate at which the engine of `benchmarks.pause` generates while new versions are brought to it, and while none are.
 
-The engine is stepped by hand, and taken from version to version between two steps, as an agent does it. Steps are counted by what goes on beside them.
+The engine is stepped by hand, and taken from version to version between two steps, as an agent does it. Steps are
+counted by what goes on beside them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _PROMPT_TOKENS, _TOKENS = 16, 256
 _LOOK_SECONDS = 0.005
 """Interval at which the engine checks whether a version is prepared."""
 QUIET, STAGING, AFTER = "quiet", "staging", "after"
-"""Kinds of steps: without an update; while a version is being prepared; while running requests are computed again by a new version."""
+"""Kinds of steps: without an update; while a version is being prepared; while running requests are computed again by a
+new version.
+"""
 
 
 @dataclass
@@ -68,9 +71,7 @@ class Decoding:
         failed: errors of updates that failed.
     """
 
-    steps: dict[str, Steps] = field(
-        default_factory=lambda: {kind: Steps() for kind in (QUIET, STAGING, AFTER)}
-    )
+    steps: dict[str, Steps] = field(default_factory=lambda: {kind: Steps() for kind in (QUIET, STAGING, AFTER)})
     pauses: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -256,9 +257,7 @@ def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def summary(without: dict[str, Any], during: dict[str, Any]) -> dict[str, Any]:
     """Ratios of the rates with updates to those without."""
-    ratios = {
-        kind: each["rate"] / without["rate"] for kind, each in during["steps"].items() if each["seconds"]
-    }
+    ratios = {kind: each["rate"] / without["rate"] for kind, each in during["steps"].items() if each["seconds"]}
     kinds = Counter({kind: round(each["seconds"], 2) for kind, each in during["steps"].items()})
     return {
         "ratio": during["rate"] / without["rate"],

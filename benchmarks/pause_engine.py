@@ -1,7 +1,8 @@
-"""Engine of `benchmarks.pause`: a vLLM in one process, with the plug-in, that takes versions and reports checksums of its parameters.
+"""Engine of `benchmarks.pause`: a vLLM in one process, with the plug-in, that takes versions and reports checksums of
+its parameters.
 
-Run by vLLM's Python. Each line of its standard input is a JSON list: a command and its arguments. Each line of its standard output
-that begins with ``=`` is an answer.
+Run by vLLM's Python. Each line of its standard input is a JSON list: a command and its arguments. Each line of its
+standard output that begins with ``=`` is an answer.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class Engine:
         self.start_seconds = time.monotonic() - begun
 
     def facts(self) -> dict[str, Any]:
-        """Start time, KV cache size and device memory of the engine; ``reserved`` is what torch reserves in this process."""
+        """Start time, KV cache size and device memory of the engine; ``reserved`` is what torch reserves in this
+        process.
+        """
         config = self.llm.llm_engine.vllm_config.cache_config
         used = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
         return {
@@ -76,7 +79,9 @@ class Engine:
         }
 
     def ask(self, method: str, *arguments: str) -> dict[str, Any]:
-        """Answer of the workers to the agent's call, with its seconds: the first worker's answer, with the first failure of any worker."""
+        """Answer of the workers to the agent's call, with its seconds: the first worker's answer, with the first
+        failure of any worker.
+        """
         begun = time.monotonic()
         found = self.llm.collective_rpc(method, args=arguments)
         joined = {key: next((each[key] for each in found if each[key]), found[0][key]) for key in _JOINED}
@@ -101,7 +106,9 @@ class Engine:
         return {**self.ask("weighbridge_apply", str(version)), "ended": time.monotonic()}
 
     def proof(self) -> list[float]:
-        """Seconds in which the worker makes the digests of its parameters, and those with the answer; of a first and of a later proof."""
+        """Seconds in which the worker makes the digests of its parameters, and those with the answer; of a first and of
+        a later proof.
+        """
         found = []
         for _ in range(2):
             said = self.ask("weighbridge_evidence", "")
@@ -141,7 +148,10 @@ class Engine:
         return text.getvalue()
 
     def checksums(self) -> dict[str, int]:
-        """Checksums of all parameters of all workers, by name. Names of other workers than the first begin with the rank."""
+        """Checksums of all parameters of all workers, by name.
+
+        Names of other workers than the first begin with the rank.
+        """
         ranks: list[dict[str, int]] = self.llm.apply_model(checksums)
         return {rank_name(rank, name): n for rank, sums in enumerate(ranks) for name, n in sums.items()}
 

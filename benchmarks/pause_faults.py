@@ -1,6 +1,8 @@
-"""``python -m benchmarks.pause_faults``: does a proof find and name every fault that is put into a real vLLM on a card, and invent none?
+"""``python -m benchmarks.pause_faults``: does a proof find and name every fault that is put into a real vLLM on a card,
+and invent none?
 
-A trainer, a service and a vLLM of one worker; each fault is one of `KINDS`, and after each there is a proof of the engine without it.
+A trainer, a service and a vLLM of one worker; each fault is one of `KINDS`, and after each there is a proof of the
+engine without it.
 """
 
 from __future__ import annotations
@@ -67,9 +69,7 @@ class Proved:
 
     def evidence(self, known: Collection[str] = ()) -> Mapping[str, Evidence]:
         """Evidence that the worker returns."""
-        return {
-            _RANK: Evidence.from_json(self._said("ask", "weighbridge_evidence", ",".join(known))["evidence"])
-        }
+        return {_RANK: Evidence.from_json(self._said("ask", "weighbridge_evidence", ",".join(known))["evidence"])}
 
     def _said(self, *what: Any) -> dict[str, Any]:
         found: dict[str, Any] = self._engine.ask(json.dumps(what))
@@ -79,8 +79,8 @@ class Proved:
 
 
 def inject(proved: Proved, faults: int, versions: tuple[int, int]) -> Counter[str]:
-    """Put faults in; how many of each kind were found and named, and how many were not (``missed``), had nothing to change (``not there``), or
-    were found where none is (``invented``)."""
+    """Put faults in; how many of each kind were found and named, and how many were not (``missed``), had nothing to
+    change (``not there``), or were found where none is (``invented``)."""
     chance, counts = random.Random(1), Counter[str]()
     served, other = versions[1], versions[0]
     for number in range(faults):

@@ -1,7 +1,9 @@
-"""``python -m benchmarks.pause_kills``: does a real vLLM on a card serve one version or none, whatever is killed in an update, and then the newest?
+"""``python -m benchmarks.pause_kills``: does a real vLLM on a card serve one version or none, whatever is killed in an
+update, and then the newest?
 
-A trainer, a service, ``vllm serve`` and ``weighbridge follow`` are processes of this machine. Each is killed in a phase of an update, the others go on;
-all parameters of the engine are compared with the trainer's by checksums, once right after it, and once when what was killed is back.
+A trainer, a service, ``vllm serve`` and ``weighbridge follow`` are processes of this machine. Each is killed in a phase
+of an update, the others go on; all parameters of the engine are compared with the trainer's by checksums, once right
+after it, and once when what was killed is back.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from weighbridge.errors import WeighbridgeError
 
 AGENT, SERVICE, TRAINER, WORKER = "agent", "service", "trainer", "worker"
 STAGE, READY, APPLY = "stage", "ready", "apply"
-"""Phases: a part of a version is staged, or its bytes are here, whichever is first; it is ready; its parameters are filled, and nothing is agreed yet."""
+"""Phases: a part of a version is staged, or its bytes are here, whichever is first; it is ready; its parameters are
+filled, and nothing is agreed yet.
+"""
 KILLS = (
     (AGENT, STAGE),
     (TRAINER, STAGE),
@@ -139,9 +143,7 @@ class Stage:
         self._pids[AGENT] = agent.pid
         eventually("the agent says what the engine has", lambda: log.stat().st_size > before)
 
-    def _run(
-        self, stack: ExitStack, command: list[str], log: str, **environment: str
-    ) -> subprocess.Popen[bytes]:
+    def _run(self, stack: ExitStack, command: list[str], log: str, **environment: str) -> subprocess.Popen[bytes]:
         out = stack.enter_context((self._logs / log).open("a"))
         path = os.pathsep.join(str(_ROOT / each) for each in ("", "clients", "storage", "service"))
         known = {

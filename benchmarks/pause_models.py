@@ -81,10 +81,7 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         }
         if "num_experts" in config:
             found[f"{layer}mlp.gate.weight"] = (config["num_experts"], hidden)
-            mlps = [
-                (f"{layer}mlp.experts.{n}.", config["moe_intermediate_size"])
-                for n in range(config["num_experts"])
-            ]
+            mlps = [(f"{layer}mlp.experts.{n}.", config["moe_intermediate_size"]) for n in range(config["num_experts"])]
         else:
             mlps = [(f"{layer}mlp.", config["intermediate_size"])]
         for mlp, inner in mlps:
@@ -108,9 +105,7 @@ def write_model(folder: Path, name: str) -> tuple[Path, int]:
     return made, 2 * sum(math.prod(shape) for shape in shapes_of(config).values())
 
 
-def fused(
-    config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def fused(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters that an engine makes of them, one at a time."""
     for name, tensor in tensors.items():
         layer, _, kind = name.removesuffix(".weight").rpartition(".")
@@ -127,9 +122,7 @@ def fused(
                     f"{experts}.w13_weight",
                     torch.stack(
                         [
-                            torch.cat(
-                                [tensors[f"{each}.gate_proj.weight"], tensors[f"{each}.up_proj.weight"]]
-                            )
+                            torch.cat([tensors[f"{each}.gate_proj.weight"], tensors[f"{each}.up_proj.weight"]])
                             for each in all_of_them
                         ]
                     ),
@@ -153,7 +146,9 @@ def rank_name(rank: int, name: str) -> str:
 def rank_parts(
     config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], ranks: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters that the tensor-parallel workers of an engine make of them: rows or columns of each weight in equal parts, norms and routers whole."""
+    """The parameters that the tensor-parallel workers of an engine make of them: rows or columns of each weight in
+    equal parts, norms and routers whole.
+    """
     for rank in range(ranks):
 
         def part(name: str, tensor: torch.Tensor, rank: int = rank) -> torch.Tensor:
@@ -173,9 +168,7 @@ def checksum(tensor: torch.Tensor) -> int:
     weights = torch.arange(1, min(_CHUNK, len(flat)) + 1, device=flat.device) % 65521 + 1
     found = 0
     for index, chunk in enumerate(torch.split(flat, _CHUNK)):
-        found = (found * 31 + (index + 1) * int((chunk.to(torch.int64) * weights[: len(chunk)]).sum())) % (
-            1 << 61
-        )
+        found = (found * 31 + (index + 1) * int((chunk.to(torch.int64) * weights[: len(chunk)]).sum())) % (1 << 61)
     return found
 
 

@@ -58,7 +58,9 @@ class Trainer:
         return {}
 
     def push(self, step: str) -> dict[str, Any]:
-        """Push new weights, once the version before is in the store: how long the trainer was held, and how long it took until they were ready."""
+        """Push new weights, once the version before is in the store: how long the trainer was held, and how long it
+        took until they were ready.
+        """
         if self._handle is not None:
             self._handle.wait("durable", timeout=600)  # so that no two versions wait for the store at once
         return self.hurry(step)

@@ -27,7 +27,9 @@ class Checked(WorkerExtension):
         return {"pid": os.getpid(), "sums": sums}
 
     def bench_hold(self, phase: str, folder: str) -> int:
-        """Make this worker wait when it comes to a phase: it creates the file ``held`` then, and goes on once there is a file ``go``."""
+        """Make this worker wait when it comes to a phase: it creates the file ``held`` then, and goes on once there is
+        a file ``go``.
+        """
         _Holds.install(self.weight_transfer_engine.rank.engine)
         _Holds.phase, _Holds.folder = phase, Path(folder)
         return os.getpid()
@@ -58,7 +60,8 @@ class _Holds:
 
         def noted(self: Preparation, what: str) -> None:
             note(self, what)
-            # one that came at once is ready when it is planned; nothing is staged early of it, or where there is no place
+            # one that came at once is ready when it is planned; nothing is staged early of it, or where there is no
+            # place
             if what in ("ready", "planned"):
                 cls.at(READY)
             if what == "brought" or (what == "borrowed" and engine.place is None):

@@ -1,9 +1,10 @@
 """``python -m benchmarks.peer_process NAME FOLDER [--hub URL] [--memory]``: one peer, once, in a process of its own.
 
-The process runs the peer on the tiny model in FOLDER/tiny-model, makes the weights of the one in FOLDER/model, and runs it on that. It
-prints JSON: ``seconds``, the ``bytes`` of the model, and what is wrong with the files if they are meant to be a Hugging Face folder
-(``problems``). With --memory it has ``memory`` instead of ``seconds``: the bytes that the process and its children had at most beyond
-the weights, or the room for them. If it cannot be done, it prints ``error``.
+The process runs the peer on the tiny model in FOLDER/tiny-model, makes the weights of the one in FOLDER/model, and runs
+it on that. It prints JSON: ``seconds``, the ``bytes`` of the model, and what is wrong with the files if they are meant
+to be a Hugging Face folder (``problems``). With --memory it has ``memory`` instead of ``seconds``: the bytes that the
+process and its children had at most beyond the weights, or the room for them. If it cannot be done, it prints
+``error``.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def _warm_up(peer: Peer, work: Work) -> None:
 
 
 def _problems(peer: Peer, work: Work) -> Iterator[str]:
-    """Problems of the written files: missing or unexpected tensors, wrong shapes, and wrong bits where the peer had whole tensors."""
+    """Problems of the written files: missing or unexpected tensors, wrong shapes, and wrong bits where the peer had
+    whole tensors.
+    """
     from safetensors import safe_open
 
     left = {spec.name: spec for spec in work.specs}

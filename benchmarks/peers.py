@@ -1,8 +1,8 @@
 """Peers: the ways of others to get a trainer's weights into files, and files into memory.
 
-One function for each peer, told where from and where to. Only the function is timed: what it imports and what it needs once in
-its process has been there before, because it has run on a tiny model. Nothing is flushed to disk by peers, where Weighbridge says
-"durable" only of what is.
+One function for each peer, told where from and where to. Only the function is timed: what it imports and what it needs
+once in its process has been there before, because it has run on a tiny model. Nothing is flushed to disk by peers,
+where Weighbridge says "durable" only of what is.
 """
 
 from __future__ import annotations
@@ -215,7 +215,9 @@ def save_dcp_hf(work: Work) -> None:
 
 
 def _join_megatron(work: Work) -> object:
-    """One rank on CPU; its writers report through a queue of this process, as a server process for it would not start."""
+    """One rank on CPU; its writers report through a queue of this process, as a server process for it would not
+    start.
+    """
     import torch
     import torch.distributed as dist
     from megatron.core.dist_checkpointing.strategies import filesystem_async

@@ -1,8 +1,8 @@
 """``python -m benchmarks.planning``: how long it takes to plan the largest models there are, from their configs alone.
 
-No weights, one core. For each model: the trainer's ranks are laid out by Megatron-core's conventions, the push of all of
-them is planned and proved, and then what every rank of an engine pulls. Each model is planned in a process of its own, so that
-the peak of memory is its own.
+No weights, one core. For each model: the trainer's ranks are laid out by Megatron-core's conventions, the push of all
+of them is planned and proved, and then what every rank of an engine pulls. Each model is planned in a process of its
+own, so that the peak of memory is its own.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ def plan(name: str) -> dict[str, Any]:
         nonlocal copies
         experts = ExpertParallel(ep, rank)
         layout = engines.layout(TensorParallel(tp, rank % tp, experts=experts))
-        transfer = Transfer(
-            make_plan(files.layout, layout, identity_links(layout.tensors.values())), scatter=False
-        )
+        transfer = Transfer(make_plan(files.layout, layout, identity_links(layout.tensors.values())), scatter=False)
         copies += transfer.parts
         pulled.append(layout.nbytes)
 
@@ -169,13 +167,10 @@ def report(found: dict[str, Any]) -> None:
     for what in ("push", "pull"):
         each = found[f"{what}_bytes_per_rank"]
         print(
-            f"  {what}: a rank moves {each['median'] / 1e9:.3f} GB "
-            f"({each['min'] / 1e9:.3f} to {each['max'] / 1e9:.3f})"
+            f"  {what}: a rank moves {each['median'] / 1e9:.3f} GB ({each['min'] / 1e9:.3f} to {each['max'] / 1e9:.3f})"
         )
     twice = found["bytes"] - found["push_bytes"]
-    print(
-        f"  pushed in all {found['push_bytes']} bytes; {twice} more are written twice, for further predictions"
-    )
+    print(f"  pushed in all {found['push_bytes']} bytes; {twice} more are written twice, for further predictions")
 
 
 if __name__ == "__main__":

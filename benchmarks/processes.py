@@ -35,7 +35,9 @@ class Service:
 
 
 def end_tidily() -> None:
-    """Let SIGTERM end this process as Ctrl-C does: it prints the signal, ends its child processes, and removes its files."""
+    """Let SIGTERM end this process as Ctrl-C does: it prints the signal, ends its child processes, and removes its
+    files.
+    """
 
     def end(number: int, _frame: FrameType | None) -> None:
         print(f"ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
@@ -123,8 +125,8 @@ def service(
 ) -> Iterator[Service]:
     """A service over a store in a folder, a new one if there is none.
 
-    Its memory is enough for one image of the model, and for two if the machine has it: the version that engines pull and the
-    one that is being pushed. Else every other version is put together in a file.
+    Its memory is enough for one image of the model, and for two if the machine has it: the version that engines pull
+    and the one that is being pushed. Else every other version is put together in a file.
 
     Args:
         folder: the store is its folder ``store``.

@@ -1,8 +1,8 @@
 """``python -m benchmarks.quotas``: what an identity at its limits that hammers the service takes from another one.
 
-One service on loopback holds a model of random bf16 weights. Identity B pulls all of it over gRPC, by itself, and while clients of
-identity A, which has a limit of streams and of bytes a second, pull as often as they can, in processes of their own. Both in every round,
-one after the other; the goal is that B keeps 0.8 of its rate.
+One service on loopback holds a model of random bf16 weights. Identity B pulls all of it over gRPC, by itself, and while
+clients of identity A, which has a limit of streams and of bytes a second, pull as often as they can, in processes of
+their own. Both in every round, one after the other; the goal is that B keeps 0.8 of its rate.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ def main() -> None:
         layout = Layout.stream(specs, [Shard(spec.name, Box.whole(spec.shape)) for spec in specs])
         held = models.RandomBits(each.nbytes for each in layout.placements).of_layout(layout)
         (folder / "service").mkdir()
-        running = stack.enter_context(
-            processes.service(folder / "service", layout.nbytes, "--policy", str(policy))
-        )
+        running = stack.enter_context(processes.service(folder / "service", layout.nbytes, "--policy", str(policy)))
         place = Place(running.grpc, Credentials(token=shown["b"]), layout, held)
         stack.callback(place.trainer.close)
         stack.callback(place.engine.close)
@@ -84,7 +82,8 @@ def main() -> None:
                 seconds["beside A"].append(beside)
     kept = [alone / beside for alone, beside in zip(*seconds.values(), strict=True)]
     print(
-        f"{layout.nbytes / 1e9:.2f} GB, {args.rounds} rounds, medians; A has 2 streams and {args.rate}/s, and {_HAMMERS} clients"
+        f"{layout.nbytes / 1e9:.2f} GB, {args.rounds} rounds, medians; A has 2 streams and "
+        f"{args.rate}/s, and {_HAMMERS} clients"
     )
     rows = [[name, f"{statistics.median(each):.3f}"] for name, each in seconds.items()]
     print(report.table(["B pulls", "s"], rows))

@@ -1,7 +1,9 @@
-"""``python -m benchmarks.rank_process SPEC``: many trainer ranks of one push in one process, each with a client and a thread of its own.
+"""``python -m benchmarks.rank_process SPEC``: many trainer ranks of one push in one process, each with a client and a
+thread of its own.
 
-SPEC is a `RankSpec` as JSON. Each line on standard input is a `Push` as JSON; the answer is a line of JSON with the Unix times at which the
-last of these ranks had ``declared`` (its push returned), ``delivered`` (its shards were sealed), and heard that the version is ``ready``.
+SPEC is a `RankSpec` as JSON. Each line on standard input is a `Push` as JSON; the answer is a line of JSON with the
+Unix times at which the last of these ranks had ``declared`` (its push returned), ``delivered`` (its shards were
+sealed), and heard that the version is ``ready``.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ class Rank:
         self._staging = StagingPool()
 
     def push(self, push: Push) -> tuple[float, float, float]:
-        """Push the shards; Unix times at which this rank had declared, delivered, and heard that the version is ready."""
+        """Push the shards; Unix times at which this rank had declared, delivered, and heard that the version is
+        ready.
+        """
         tensors = self._bits.of_layout(self._layout)
 
         def stage(indexes: Sequence[int], stream: Layout) -> StreamSource:

@@ -1,7 +1,8 @@
 """``python -m benchmarks.ranks``: how long a thousand ranks take to push one version, and what that costs the service.
 
-The ranks are played by a few processes (`benchmarks.rank_process`). Their shards are tiny, so what is measured is what each rank costs:
-opening, declaring, one stream, sealing. The first push waits until all ranks have declared and makes the plan; later ones find it made.
+The ranks are played by a few processes (`benchmarks.rank_process`). Their shards are tiny, so what is measured is what
+each rank costs: opening, declaring, one stream, sealing. The first push waits until all ranks have declared and makes
+the plan; later ones find it made.
 """
 
 from __future__ import annotations
@@ -126,9 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=1024, help="trainer ranks (default 1024)")
     parser.add_argument("--processes", type=int, default=8, help="processes that play them (default 8)")
     parser.add_argument("--pushes", type=int, default=2, help="pushes, one after the other (default 2)")
-    parser.add_argument(
-        "--lane", choices=("grpc", "local"), default="grpc", help="of the ranks (default grpc)"
-    )
+    parser.add_argument("--lane", choices=("grpc", "local"), default="grpc", help="of the ranks (default grpc)")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args(argv)
     processes.end_tidily()

@@ -1,7 +1,7 @@
 """Yardstick: grpcio streaming the same messages, with nothing done to them on either side.
 
-``python -m benchmarks.raw_grpc`` serves any number of bytes. Messages are ready made and hold random bytes, 64 MiB of them over
-and over again: more than caches hold.
+``python -m benchmarks.raw_grpc`` serves any number of bytes. Messages are ready made and hold random bytes, 64 MiB of
+them over and over again: more than caches hold.
 """
 
 from __future__ import annotations

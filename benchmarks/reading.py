@@ -1,8 +1,10 @@
-"""``python -m benchmarks.reading``: what it costs to pull a version that only the store has, next to boto3's own download.
+"""``python -m benchmarks.reading``: what it costs to pull a version that only the store has, next to boto3's own
+download.
 
-SeaweedFS on loopback holds one model of random bf16 weights. Every round starts a service that has never seen it and pulls all of
-it twice, downloads the same objects with boto3, and pulls it from a service over a local folder. Then the bytes that slices
-cost are compared with the bytes of the slices. ``--latency`` puts a wait before every GET, as a store further away has.
+SeaweedFS on loopback holds one model of random bf16 weights. Every round starts a service that has never seen it and
+pulls all of it twice, downloads the same objects with boto3, and pulls it from a service over a local folder. Then the
+bytes that slices cost are compared with the bytes of the slices. ``--latency`` puts a wait before every GET, as a store
+further away has.
 """
 
 from __future__ import annotations
@@ -139,9 +141,7 @@ def push(store: str, folder: Path, gigabytes: float) -> dict[str, torch.Tensor]:
 
     with serving(store, folder / "writer") as service, TrainerClient(service.address) as trainer:
         trainer.register_model(MODEL, folder / "hf")
-        handle = trainer.push_shards(
-            MODEL, layout, TensorSpace.HUGGING_FACE, stage, step=1, rank=0, world_size=1
-        )
+        handle = trainer.push_shards(MODEL, layout, TensorSpace.HUGGING_FACE, stage, step=1, rank=0, world_size=1)
         handle.wait(timeout=600)
     return {spec.name: tensor for spec, tensor in zip(specs, held, strict=True)}
 
@@ -172,8 +172,7 @@ def slices(tensors: dict[str, torch.Tensor]) -> dict[str, list[LayoutRequest]]:
         "row cut, 1 of 4": [Boxes([(n, (0, 0), (s[0] // 4, s[1])) for n, s in rows.items()])],
         "column cut, 1 of 4": [Boxes([(n, (0, 0), (s[0], s[1] // 4)) for n, s in columns.items()])],
         "column cut, all 4": [
-            Boxes([(n, (0, r * (s[1] // 4)), (s[0], s[1] // 4)) for n, s in columns.items()])
-            for r in range(4)
+            Boxes([(n, (0, r * (s[1] // 4)), (s[0], s[1] // 4)) for n, s in columns.items()]) for r in range(4)
         ],
         "single tensor": [Boxes([(one, (0, 0), columns[one])])],
     }
@@ -222,9 +221,7 @@ def main() -> None:
             service.pull()
             note("with a cache of a quarter", service.pull()[0])
     counted = {name: values[1:] or values for name, values in series.items()}
-    print(
-        f"{total / 1e9:.2f} GB of bf16 weights, {args.rounds} rounds, medians, GETs {args.latency:g} s late"
-    )
+    print(f"{total / 1e9:.2f} GB of bf16 weights, {args.rounds} rounds, medians, GETs {args.latency:g} s late")
     for name in ("cold", "warm", "boto3", "local", "with a cache of a quarter"):
         print(f"{name:34}{total / statistics.median(counted[name]) / 1e6:>12.0f} MB/s")
     print(f"{'memory grows by at most':34}{max(series['memory']) / 2**20:>12.0f} MiB")

@@ -65,10 +65,12 @@ def next_to_plain(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str
     """Times of an adapter compared with plain pushes of the same tensors.
 
     Args:
-        of_ranks: for each rank, the seconds of each round, by way: ``adapter`` and ``plain``. The first round makes memory for versions, and does not count.
+        of_ranks: for each rank, the seconds of each round, by way: ``adapter`` and ``plain``. The first round makes
+            memory for versions, and does not count.
 
     Returns:
-        Medians of both ways, of the rank that takes longest in each round, and ``ratio``, the median of the rounds' ratios.
+        Medians of both ways, of the rank that takes longest in each round, and ``ratio``, the median of the rounds'
+        ratios.
     """
     ways = {
         way: [max(of_round) for of_round in zip(*(each[way] for each in of_ranks), strict=True)][1:]

@@ -1,8 +1,10 @@
-"""``python -m benchmarks.sglang_pause``: how long a SGLang on a card stands still for an update, next to its own ``update_weights_from_tensor``.
+"""``python -m benchmarks.sglang_pause``: how long a SGLang on a card stands still for an update, next to its own
+``update_weights_from_tensor``.
 
-A trainer, a service and SGLang's server are processes of this machine; requests go on all the time. Of each version that the server takes from the
-service, the digests of all its parameters are compared with those of the version's bytes (`weighbridge prove`). After that the trainer hands
-handles of its tensors to SGLang by SGLang's own way, as colocated trainers do.
+A trainer, a service and SGLang's server are processes of this machine; requests go on all the time. Of each version
+that the server takes from the service, the digests of all its parameters are compared with those of the version's bytes
+(`weighbridge prove`). After that the trainer hands handles of its tensors to SGLang by SGLang's own way, as colocated
+trainers do.
 """
 
 from __future__ import annotations
@@ -228,15 +230,14 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def summary(found: dict[str, Any]) -> str:
     """Medians of both ways, and what went wrong."""
     wrong = [each for each in found["updates"] if each.get("wrong") or each.get("failed")]
-    lines = [
-        f"{found['bytes'] / 1e9:.2f} GB, a pinned copy {found['copy']:.3f} s; {found['answered']} tokens"
-    ]
+    lines = [f"{found['bytes'] / 1e9:.2f} GB, a pinned copy {found['copy']:.3f} s; {found['answered']} tokens"]
     for name, updates in (("weighbridge", found["updates"]), ("update_weights_from_tensor", found["own"])):
         good = [each for each in updates if not each.get("failed")]
         if good:
             pauses, ways = ([each[key] for each in good] for key in ("pause", "to_engine"))
             lines.append(
-                f"{name}: pause {statistics.median(pauses):.3f} s ({min(pauses):.3f} to {max(pauses):.3f}), from the trainer's call until the "
+                f"{name}: pause {statistics.median(pauses):.3f} s ({min(pauses):.3f} to "
+                f"{max(pauses):.3f}), from the trainer's call until the "
                 f"engine goes on {statistics.median(ways):.3f} s, {len(good)} of {len(updates)} updates"
             )
     wrong += [each for each in found["own"] if each.get("failed")]

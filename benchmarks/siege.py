@@ -1,9 +1,10 @@
 """``python -m benchmarks.siege``: how a service serves its clients while an attacker takes all that it can get.
 
-Each attack (`benchmarks.attacks`) runs against a service of its own, a real ``weighbridge serve``. Two bystanders, processes as well, call
-it, probe it and pull from it: first alone, then while the attack stands. Then the attacker ends, and the service's resources are watched
-until they are as before, or for half a minute. Attackers connect from another address of the loopback network, as from another host; with
-``--attacker-host 127.0.0.1``, from that of the bystanders.
+Each attack (`benchmarks.attacks`) runs against a service of its own, a real ``weighbridge serve``. Two bystanders,
+processes as well, call it, probe it and pull from it: first alone, then while the attack stands. Then the attacker
+ends, and the service's resources are watched until they are as before, or for half a minute. Attackers connect from
+another address of the loopback network, as from another host; with ``--attacker-host 127.0.0.1``, from that of the
+bystanders.
 """
 
 from __future__ import annotations
@@ -205,7 +206,9 @@ class Looking:
 
 
 def given_back(looking: Looking, start: VitalSigns, patience: float) -> dict[str, float | None]:
-    """Seconds from now until memory, threads and descriptors are as they were; None for what is not, after so much patience."""
+    """Seconds from now until memory, threads and descriptors are as they were; None for what is not, after so much
+    patience.
+    """
     begun = time.monotonic()
     found: dict[str, float | None] = {}
     while True:

@@ -1,4 +1,7 @@
-"""Verdicts on a service under attack: what it owes to others, and whether it has held. Values and decisions, nothing that measures."""
+"""Verdicts on a service under attack: what it owes to others, and whether it has held.
+
+Values and decisions, nothing that measures.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,14 @@ LEAST_PULL = 0.5
 """Least share of the rate before the attack."""
 GIVEN_BACK_SECONDS = 30.0
 MOST_MEMORY = 512 << 20
-"""Bytes by which the service may grow, the sum of its budgets: of weights in flight (256 MiB by default), of incomplete messages on the local
-lane (128 MiB), of what callers may make it grow by before they are ended (64 MiB), and as much again for threads and tasks."""
+"""Bytes by which the service may grow, the sum of its budgets: of weights in flight (256 MiB by default), of incomplete
+messages on the local lane (128 MiB), of what callers may make it grow by before they are ended (64 MiB), and as much
+again for threads and tasks.
+"""
 LEFT_MEMORY = 128 << 20
-"""Bytes that may be kept of that: of what thousands of calls have freed, the allocator keeps pages of which a part is in use."""
+"""Bytes that may be kept of that: of what thousands of calls have freed, the allocator keeps pages of which a part is
+in use.
+"""
 MOST_LOG = 1 << 20
 _FEW_ERRORS = 2
 
@@ -35,13 +42,14 @@ class Outcome:
         name: name of the attack.
         said: description of the attack.
         counts: counts of its connections when it ended.
-        before, coming, during: the windows of bystanders, by name: before the attack, until all of it had come, and while it stood.
+        before, coming, during: the windows of bystanders, by name: before the attack, until all of it had come, and
+            while it stood.
         start: the service's resources before the attack.
         peak: the highest readings.
         cores: processors that the service kept busy on average.
         log_bytes: bytes that it wrote to its log.
-        given_back: seconds from the end of the attack until memory, threads and descriptors were as before; None for those that were not
-            in time.
+        given_back: seconds from the end of the attack until memory, threads and descriptors were as before; None for
+            those that were not in time.
         died: whether the service ended.
     """
 
@@ -153,9 +161,7 @@ def verdicts(outcome: Outcome, *, call_seconds: float = MOST_CALL_SECONDS, probe
             f"{outcome.cores:.2f} cores busy",
         )
     )
-    judged.append(
-        Verdict("the service lives", "", "", "no" if outcome.died else "yes", "yes", not outcome.died)
-    )
+    judged.append(Verdict("the service lives", "", "", "no" if outcome.died else "yes", "yes", not outcome.died))
     return judged
 
 
@@ -169,13 +175,11 @@ def table(outcome: Outcome, memory: int) -> str:
     ]
     judged = verdicts(outcome, memory=memory)
     rows = (
-        [each.name, each.before, each.coming, each.during, each.goal, "ok" if each.ok else "MISSED"]
-        for each in judged
+        [each.name, each.before, each.coming, each.during, each.goal, "ok" if each.ok else "MISSED"] for each in judged
     )
     lines = report.table([outcome.name, "before", "coming", "attacked", "goal", ""], rows).splitlines()
     noted = (
-        f"{line}  {note}".rstrip()
-        for line, note in zip(lines, ["", *(each.note for each in judged)], strict=True)
+        f"{line}  {note}".rstrip() for line, note in zip(lines, ["", *(each.note for each in judged)], strict=True)
     )
     return "\n".join([*stood, *noted])
 

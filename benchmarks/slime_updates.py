@@ -1,7 +1,7 @@
 """``python -m benchmarks.slime_updates``: what the updater for slime and Miles adds to a plain push of the same shards.
 
-Megatron-core ranks on CPUs (TP2 x PP2) push their shards in turn by the calls that slime makes, and by ``TrainerClient.push`` alone, until engines could pull
-the version: ``make bench-slime``. Engines are left out of both.
+Megatron-core ranks on CPUs (TP2 x PP2) push their shards in turn by the calls that slime makes, and by
+``TrainerClient.push`` alone, until engines could pull the version: ``make bench-slime``. Engines are left out of both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ HIDDEN, INNER, VOCABULARY = 1024, 4096, 32768
 _LAYER_BYTES = 2 * (4 * HIDDEN**2 + 3 * HIDDEN * INNER)
 _EMBEDDING_BYTES = 2 * 2 * VOCABULARY * HIDDEN
 _START_SECONDS, _SECONDS_PER_GB = 300.0, 60.0
-"""Timeouts on a busy machine: for the start of the ranks, and for both ways of a round, which end when the version is on disk."""
+"""Timeouts on a busy machine: for the start of the ranks, and for both ways of a round, which end when the version is
+on disk.
+"""
 
 
 def config_of(gigabytes: float) -> Any:
@@ -114,7 +116,8 @@ def main() -> None:
             found = measure(Path(name), args.gb, lane, args.rounds)
             cases.append({"gigabytes": args.gb, "lane": lane, **found})
             print(
-                f"{args.gb:g} GB, {PARALLEL.world_size} ranks, {lane}: by slime's calls {found['adapter']:.3f} s, plainly "
+                f"{args.gb:g} GB, {PARALLEL.world_size} ranks, {lane}: by slime's calls "
+                f"{found['adapter']:.3f} s, plainly "
                 f"{found['plain']:.3f} s, ratio {found['ratio']:.3f}",
                 flush=True,
             )

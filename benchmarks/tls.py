@@ -1,7 +1,8 @@
-"""``python -m benchmarks.tls``: what TLS and tokens add to a push and a pull over gRPC, next to the same without them in one run.
+"""``python -m benchmarks.tls``: what TLS and tokens add to a push and a pull over gRPC, next to the same without them
+in one run.
 
-Three services on loopback hold one model of random bf16 weights each: plain, with TLS, and with TLS and a policy that knows the client
-by its token. Every round pushes and pulls all of it at each, one after the other.
+Three services on loopback hold one model of random bf16 weights each: plain, with TLS, and with TLS and a policy that
+knows the client by its token. Every round pushes and pulls all of it at each, one after the other.
 """
 
 from __future__ import annotations
@@ -125,15 +126,11 @@ def _secured(folder: Path) -> tuple[tuple[str, ...], str, str]:
     """Options of a service with TLS and a policy, the file of its authority, and a token that it knows."""
     authority, token = trustme.CA(), tokens.new_token()
     issued = authority.issue_cert("127.0.0.1")
-    certificate, key, ca, policy = (
-        folder / name for name in ("cert.pem", "key.pem", "ca.pem", "policy.toml")
-    )
+    certificate, key, ca, policy = (folder / name for name in ("cert.pem", "key.pem", "ca.pem", "policy.toml"))
     certificate.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
     key.write_bytes(issued.private_key_pem.bytes())
     authority.cert_pem.write_to_path(str(ca))
-    policy.write_text(
-        f'[[identity]]\nname = "bench"\nmay = ["push", "pull"]\ntokens = ["{tokens.digest(token)}"]\n'
-    )
+    policy.write_text(f'[[identity]]\nname = "bench"\nmay = ["push", "pull"]\ntokens = ["{tokens.digest(token)}"]\n')
     options = ("--tls-cert", str(certificate), "--tls-key", str(key), "--policy", str(policy))
     return options, str(ca), token
 

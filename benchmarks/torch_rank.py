@@ -1,4 +1,6 @@
-"""One rank of `benchmarks.torch_trainers`: holds a model as DTensors in two dtypes and as Megatron's shards, and pushes each in turn."""
+"""One rank of `benchmarks.torch_trainers`: holds a model as DTensors in two dtypes and as Megatron's shards, and pushes
+each in turn.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,14 @@ def measure(
     threads: int,
     device: str = "cpu",
 ) -> Seconds:
-    """Seconds that pushes hold this rank, next to torch's copies of as many bytes into memory that has been touched before.
+    """Seconds that pushes hold this rank, next to torch's copies of as many bytes into memory that has been touched
+    before.
 
-    ``copy`` and ``cast_copy`` are torch's copies, of bf16 tensors and of fp32 tensors to bf16. The other names are times until a push
-    returns: ``megatron`` of tensor-parallel shards in Megatron's names, ``state_dict`` of DTensors cut by rows as FSDP2 cuts them,
-    ``counted`` and ``uncounted`` of these once more with and without the count of their non-finite elements, ``cast`` of these in fp32,
-    cast on the way, and ``gathered`` of whole tensors that pass by, of which each rank copies its share.
-    ``*_ready`` are times until the version is ready.
+    ``copy`` and ``cast_copy`` are torch's copies, of bf16 tensors and of fp32 tensors to bf16. The other names are
+    times until a push returns: ``megatron`` of tensor-parallel shards in Megatron's names, ``state_dict`` of DTensors
+    cut by rows as FSDP2 cuts them, ``counted`` and ``uncounted`` of these once more with and without the count of their
+    non-finite elements, ``cast`` of these in fp32, cast on the way, and ``gathered`` of whole tensors that pass by, of
+    which each rank copies its share. ``*_ready`` are times until the version is ready.
     """
     torch.set_num_threads(threads)
     if device == "cuda":
@@ -84,14 +87,10 @@ class _Rank:
             for dtype in (torch.bfloat16, torch.float32)
         }
         self._state = {
-            dtype: {
-                spec.name: _dtensor(tensor, mesh, spec) for spec, tensor in zip(specs, local, strict=True)
-            }
+            dtype: {spec.name: _dtensor(tensor, mesh, spec) for spec, tensor in zip(specs, local, strict=True)}
             for dtype, local in self._local.items()
         }
-        self._whole = dict(
-            zip(rows, bits.tensors([(torch.bfloat16, spec.shape) for spec in specs]), strict=True)
-        )
+        self._whole = dict(zip(rows, bits.tensors([(torch.bfloat16, spec.shape) for spec in specs]), strict=True))
         self._copy = WarmCopy([(torch.bfloat16, shape) for shape in rows.values()], device)
 
     def round(self) -> Iterator[tuple[str, float]]:

@@ -1,7 +1,9 @@
 """``python -m benchmarks.torch_trainers``: how long a push of a torch state dict holds its ranks.
 
-Real gloo ranks hold one model as DTensors cut by rows, as FSDP2 cuts them, in bf16 and in fp32, and as Megatron's tensor-parallel shards;
-on GPUs, which they share if there are fewer, with ``--device cuda``. Each round pushes all three, and whole tensors that pass by, and lets torch copy as much, with the same cast, so that each ratio is of times under the same load.
+Real gloo ranks hold one model as DTensors cut by rows, as FSDP2 cuts them, in bf16 and in fp32, and as Megatron's
+tensor-parallel shards; on GPUs, which they share if there are fewer, with ``--device cuda``. Each round pushes all
+three, and whole tensors that pass by, and lets torch copy as much, with the same cast, so that each ratio is of times
+under the same load.
 """
 
 from __future__ import annotations
@@ -77,8 +79,7 @@ def measured(
         # ranks whose server has asked about GPUs may not use them
         [of_ranks] = run_jobs([job], timeout=timeout, preload=PRELOAD if device == "cpu" else ["torch"])
     return {
-        name: [max(times) for times in zip(*(each[name] for each in of_ranks), strict=True)]
-        for name in of_ranks[0]
+        name: [max(times) for times in zip(*(each[name] for each in of_ranks), strict=True)] for name in of_ranks[0]
     }
 
 

@@ -1,13 +1,15 @@
 """``python -m benchmarks.tracing``: what traces add to a push and a pull, by the same processes in one run.
 
-One service on loopback sends its spans to a collector. One client in a process of its own switches its tracing on and off; the service makes
-no spans for requests of an untraced client. So everything that differs from process to process, such as the place of their memory, is the
-same on both sides. Rounds of a push and a pull of random bf16 weights come in blocks of some seconds, with traces and without, in pairs; the
-order within a pair is random. A block has the medians of its rounds' times, and the processor time of service and client, exporters included,
-until its spans have been sent. The result is the mean of the middle three fifths of the pairs' ratios, with the interval that holds it in 95 of 100 resamplings.
+One service on loopback sends its spans to a collector. One client in a process of its own switches its tracing on and
+off; the service makes no spans for requests of an untraced client. So everything that differs from process to process,
+such as the place of their memory, is the same on both sides. Rounds of a push and a pull of random bf16 weights come in
+blocks of some seconds, with traces and without, in pairs; the order within a pair is random. A block has the medians of
+its rounds' times, and the processor time of service and client, exporters included, until its spans have been sent. The
+result is the mean of the middle three fifths of the pairs' ratios, with the interval that holds it in 95 of 100
+resamplings.
 
-Traces cost a fixed time for each push, and nothing for each byte: the smaller the model, the larger their share. So the goal, at most 1.02 of
-the time without traces, is set for a small model; the result bounds that of larger ones.
+Traces cost a fixed time for each push, and nothing for each byte: the smaller the model, the larger their share. So the
+goal, at most 1.02 of the time without traces, is set for a small model; the result bounds that of larger ones.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ GOAL = 1.02
 _EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 _PLAIN, _TRACED = "plain", "traced"
 _BLOCK_SECONDS, _LEAST_ROUNDS = 2.0, 5
-"""Least seconds and rounds of a block, whichever takes longer: to send its spans costs the same for a few rounds as for many."""
+"""Least seconds and rounds of a block, whichever takes longer: to send its spans costs the same for a few rounds as for
+many.
+"""
 _EXPORT_SECONDS = 1.0
 """Between two exports; OpenTelemetry's own choice is 5."""
 _MEASURED = ("push", "pull", "processor time, client", "processor time, service", "processor time")
@@ -87,9 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.tracing", description=__doc__)
     parser.add_argument("--gb", type=float, default=0.02, help="size of the model (default 0.02)")
     parser.add_argument("--seconds", type=float, default=240.0, help="how long to measure (default 240)")
-    parser.add_argument(
-        "--lane", choices=["grpc", "local"], default="grpc", help="how weights travel (default grpc)"
-    )
+    parser.add_argument("--lane", choices=["grpc", "local"], default="grpc", help="how weights travel (default grpc)")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args()
     processes.end_tidily()
@@ -128,8 +130,10 @@ def main() -> None:
     count = sum(each_round.values())
     more = ratios["processor time"].more_seconds
     print(
-        f"{layout.nbytes / 1e6:.0f} MB by {args.lane}, {len(blocks[_PLAIN])} pairs, {rounds} traced rounds; spans a round: "
-        f"{', '.join(f'{name} {found:.1f}' for name, found in each_round.items())}; processor time: {more / count * 1e6:.0f} us a span"
+        f"{layout.nbytes / 1e6:.0f} MB by {args.lane}, {len(blocks[_PLAIN])} pairs, {rounds} "
+        "traced rounds; spans a round: "
+        f"{', '.join(f'{name} {found:.1f}' for name, found in each_round.items())}; processor "
+        f"time: {more / count * 1e6:.0f} us a span"
     )
     rows = [
         [
@@ -175,10 +179,7 @@ def _block(process: subprocess.Popen[str], pids: tuple[int, int], name: str) -> 
     process.stdin.flush()
     pushes, pulls = zip(*json.loads(processes.first_line(process)), strict=True)
     time.sleep(_EXPORT_SECONDS * 1.2)
-    used = [
-        (processes.processor_seconds(pid) - begun) / len(pushes)
-        for pid, begun in zip(pids, before, strict=True)
-    ]
+    used = [(processes.processor_seconds(pid) - begun) / len(pushes) for pid, begun in zip(pids, before, strict=True)]
     return _Block(len(pushes), (statistics.median(pushes), statistics.median(pulls), *used, sum(used)))
 
 

@@ -1,4 +1,6 @@
-"""One rank of `benchmarks.training_states`: trains a model under FSDP2, and saves its state in several ways, each step or once."""
+"""One rank of `benchmarks.training_states`: trains a model under FSDP2, and saves its state in several ways, each step
+or once.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,7 @@ def hidden_size(gigabytes: float) -> int:
 
 def model_of(hidden: int) -> nn.Sequential:
     """The model, on the current default device."""
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(hidden, hidden, bias=False), nn.GELU()) for _ in range(LAYERS))
-    )
+    return nn.Sequential(*(nn.Sequential(nn.Linear(hidden, hidden, bias=False), nn.GELU()) for _ in range(LAYERS)))
 
 
 def measure(
@@ -62,12 +62,13 @@ def measure(
     threads: int,
     device: str,
 ) -> Seconds:
-    """Seconds of a training step while nothing is saved, and while each step is, in several ways; and of saves and restores by themselves.
+    """Seconds of a training step while nothing is saved, and while each step is, in several ways; and of saves and
+    restores by themselves.
 
-    ``plain``, ``until``, ``held_step``, ``dcp_async`` and ``megatron_async`` are of a step on the average of ``steps`` that follow each other;
-    ``copy`` of torch's copy of the state's bytes into memory that it has touched, ``held`` of a push that returns once all is copied,
-    ``durable`` until that is in the store, ``dcp_save`` and ``megatron_save`` of saves that wait, ``restore``, ``dcp_load`` and ``megatron_load`` of
-    what brings it back.
+    ``plain``, ``until``, ``held_step``, ``dcp_async`` and ``megatron_async`` are of a step on the average of ``steps``
+    that follow each other; ``copy`` of torch's copy of the state's bytes into memory that it has touched, ``held`` of a
+    push that returns once all is copied, ``durable`` until that is in the store, ``dcp_save`` and ``megatron_save`` of
+    saves that wait, ``restore``, ``dcp_load`` and ``megatron_load`` of what brings it back.
     """
     torch.set_num_threads(threads)
     if device == "cuda":
@@ -127,9 +128,7 @@ class _Rank:
 
     def _state(self) -> list[Tensor]:
         """Local parts of parameters and moments."""
-        moments = [
-            value for state in self._optimizer.state.values() for value in state.values() if value.ndim
-        ]
+        moments = [value for state in self._optimizer.state.values() for value in state.values() if value.ndim]
         return [_local(each) for each in (*self._module.parameters(), *moments)]
 
     def _step(self) -> None:
@@ -231,9 +230,7 @@ class _Rank:
         if saves:
             saves.pop().result()
         saves.append(
-            state_dict_saver.async_save(
-                self._dcp_state(), checkpoint_id=self._new("dcp"), process_group=self._writers
-            )
+            state_dict_saver.async_save(self._dcp_state(), checkpoint_id=self._new("dcp"), process_group=self._writers)
         )
 
     def _load(self, checkpoint: Path) -> None:

@@ -1,8 +1,11 @@
-"""``python -m benchmarks.training_states``: what it costs a training step that the whole training state is pushed after each.
+"""``python -m benchmarks.training_states``: what it costs a training step that the whole training state is pushed after
+each.
 
-Real gloo ranks train a model under FSDP2 with AdamW in fp32; on GPUs, which they share if there are fewer, with ``--device cuda``. In each round the
-same steps run with nothing saved, with pushes that copy until the next optimizer step, with pushes that return once all is copied, and with the asynchronous saves of
-torch.distributed.checkpoint and, on GPUs, of Megatron-core of the same state; then saves and loads that wait, so that each ratio is of times under the same load.
+Real gloo ranks train a model under FSDP2 with AdamW in fp32; on GPUs, which they share if there are fewer, with
+``--device cuda``. In each round the same steps run with nothing saved, with pushes that copy until the next optimizer
+step, with pushes that return once all is copied, and with the asynchronous saves of torch.distributed.checkpoint and,
+on GPUs, of Megatron-core of the same state; then saves and loads that wait, so that each ratio is of times under the
+same load.
 """
 
 from __future__ import annotations
@@ -57,9 +60,7 @@ def measured(folder: Path, args: argparse.Namespace, ranks: int) -> Seconds:
     seconds_a_round = 6 * (args.steps + 2) * args.step_seconds + _SECONDS_EACH_GB * args.gb
     with processes.service(folder, round(_VERSIONS_AT_ONCE * args.gb * 1e9)) as service:
         with TrainerClient(service.grpc) as admin, torch.device("meta"):
-            admin.register_model(
-                MODEL, hf, tensors=model_of(hidden_size(args.gb)), dtype="bf16", weight_map=False
-            )
+            admin.register_model(MODEL, hf, tensors=model_of(hidden_size(args.gb)), dtype="bf16", weight_map=False)
             admin.set_retention(MODEL, Retention(keep_last=1))
         job = gloo_job(
             ranks, measure, service.grpc, args.lane, str(folder / "peers"), args.gb, args.step_seconds, args.steps,
@@ -69,8 +70,7 @@ def measured(folder: Path, args: argparse.Namespace, ranks: int) -> Seconds:
         preload = PRELOAD if args.device == "cpu" else ["torch"]
         [of_ranks] = run_jobs([job], timeout=300.0 + seconds_a_round * rounds, preload=preload)
     return {
-        name: [max(times) for times in zip(*(each[name] for each in of_ranks), strict=True)]
-        for name in of_ranks[0]
+        name: [max(times) for times in zip(*(each[name] for each in of_ranks), strict=True)] for name in of_ranks[0]
     }
 
 
@@ -79,9 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training_states", description=__doc__)
     parser.add_argument("--gb", type=float, default=0.5, help="size of the training state (default 0.5)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks (default 1 2)")
-    parser.add_argument(
-        "--step-seconds", type=float, default=2.0, help="about how long a step takes (default 2)"
-    )
+    parser.add_argument("--step-seconds", type=float, default=2.0, help="about how long a step takes (default 2)")
     parser.add_argument("--steps", type=int, default=4, help="steps that follow each other (default 4)")
     parser.add_argument("--lane", default="local", choices=("local", "grpc"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -104,9 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             median = f"{statistics.median(seconds[above]):.3f}"
             rows.append([what, f"{statistics.median(each):.3f}", f"{min(each):.3f}-{max(each):.3f}", median])
         print(
-            report.table(
-                [f"{args.gb:g} GB, {ranks} ranks, {args.lane}, {args.device}", "median", "rounds", "s"], rows
-            )
+            report.table([f"{args.gb:g} GB, {ranks} ranks, {args.lane}, {args.device}", "median", "rounds", "s"], rows)
         )
         if args.json is not None:  # after each case: many take long
             report.write_json(args.json, cases=cases)

@@ -1,8 +1,9 @@
-"""``python -m benchmarks.uploading``: what an upload to S3 costs, next to boto3's own multipart upload of the same bytes, in one run.
+"""``python -m benchmarks.uploading``: what an upload to S3 costs, next to boto3's own multipart upload of the same
+bytes, in one run.
 
-SeaweedFS on loopback; several rounds in turn, as medians and their ratio. The bytes lie in memory, as those of a version's image do.
-boto3 gets parts of the same size and as many threads. Memory is the most that the process had beyond the bytes themselves, each in
-a process of its own, for one, two and four times the bytes.
+SeaweedFS on loopback; several rounds in turn, as medians and their ratio. The bytes lie in memory, as those of a
+version's image do. boto3 gets parts of the same size and as many threads. Memory is the most that the process had
+beyond the bytes themselves, each in a process of its own, for one, two and four times the bytes.
 """
 
 from __future__ import annotations
@@ -56,9 +57,7 @@ class Bare:
         config = Config(
             signature_version="s3v4", s3={"addressing_style": "path"}, max_pool_connections=settings.parallel
         )
-        self._client = boto3.client(
-            "s3", endpoint_url=settings.endpoint, region_name=settings.region, config=config
-        )
+        self._client = boto3.client("s3", endpoint_url=settings.endpoint, region_name=settings.region, config=config)
         self._settings = settings
         self._transfer = TransferConfig(
             multipart_threshold=settings.part_bytes,
@@ -197,13 +196,12 @@ def main() -> int:
         print(json.dumps(result))
         return 0
     for name, each in seconds.items():
-        print(
-            f"{name:12} {statistics.median(each):6.2f} s  {len(data) / statistics.median(each) / 1e6:6.0f} MB/s"
-        )
+        print(f"{name:12} {statistics.median(each):6.2f} s  {len(data) / statistics.median(each) / 1e6:6.0f} MB/s")
     print(f"rate next to boto3: {result['rate_next_to_boto3']:.2f} (median of rounds)")
     for name, nbytes in memory.items():
         print(
-            f"memory for {name} the bytes: {nbytes / 2**20:.0f} MiB of at most {settings.memory_bytes / 2**20:.0f} for parts"
+            f"memory for {name} the bytes: {nbytes / 2**20:.0f} MiB of at most "
+            f"{settings.memory_bytes / 2**20:.0f} for parts"
         )
     return 0
 

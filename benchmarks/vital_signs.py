@@ -26,7 +26,9 @@ class VitalSigns:
     cpu_seconds: float
 
     def back_at(self, start: VitalSigns, memory: int) -> dict[str, bool]:
-        """Whether each resource is back at its start: threads and descriptors within a tenth, or a few; memory within so many bytes."""
+        """Whether each resource is back at its start: threads and descriptors within a tenth, or a few; memory within
+        so many bytes.
+        """
         return {
             "threads": _near(self.threads, start.threads),
             "descriptors": _near(self.descriptors, start.descriptors),

@@ -1,8 +1,10 @@
-"""``python -m benchmarks.vllm_adapters``: the first token of an adapter that a vLLM has not seen, next to the same adapter from a local folder.
+"""``python -m benchmarks.vllm_adapters``: the first token of an adapter that a vLLM has not seen, next to the same
+adapter from a local folder.
 
-One vLLM on processors, which computes a small random model, is asked for one token of each of many adapters, in two ways in turn: by the name at the service, and by vLLM's own
-``/v1/load_lora_adapter`` of an export of the same version, and then by that name. For the first way, the report also has the time in which the server asked the service and fetched the
-files. Without that time, the first way may take at most 1.2 times as long as the second.
+One vLLM on processors, which computes a small random model, is asked for one token of each of many adapters, in two
+ways in turn: by the name at the service, and by vLLM's own ``/v1/load_lora_adapter`` of an export of the same version,
+and then by that name. For the first way, the report also has the time in which the server asked the service and fetched
+the files. Without that time, the first way may take at most 1.2 times as long as the second.
 """
 
 from __future__ import annotations
@@ -109,8 +111,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     ratio = typical["without fetch"] / typical["folder"]
     print(report.table(["", "median"], [[name, report.seconds(each)] for name, each in typical.items()]))
     print(
-        f"{nbytes / 1e6:.1f} MB an adapter, rank {_RANK}; first token without the fetch {ratio:.2f} times that from a folder, with it "
-        f"{typical['service'] / typical['folder']:.2f} times; load of the machine {load:.1f} before and {os.getloadavg()[0]:.1f} after"
+        f"{nbytes / 1e6:.1f} MB an adapter, rank {_RANK}; first token without the fetch "
+        f"{ratio:.2f} times that from a folder, with it "
+        f"{typical['service'] / typical['folder']:.2f} times; load of the machine {load:.1f} "
+        f"before and {os.getloadavg()[0]:.1f} after"
     )
     if args.json is not None:
         report.write_json(args.json, seconds=found, nbytes=nbytes, load=load)

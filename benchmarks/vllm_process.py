@@ -1,7 +1,8 @@
-"""``python -m benchmarks.vllm_process JOB``: one rank of vLLM whose model is updated in two ways; runs in vLLM's own environment.
+"""``python -m benchmarks.vllm_process JOB``: one rank of vLLM whose model is updated in two ways; runs in vLLM's own
+environment.
 
-JOB is a `Job` as JSON. The last line of standard output has the seconds, as JSON: for each way and each round, how long bringing the bytes
-took, while an engine could have served, and how long the model was not to be used.
+JOB is a `Job` as JSON. The last line of standard output has the seconds, as JSON: for each way and each round, how long
+bringing the bytes took, while an engine could have served, and how long the model was not to be used.
 """
 
 from __future__ import annotations

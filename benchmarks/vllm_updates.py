@@ -1,6 +1,8 @@
-"""``python -m benchmarks.vllm_updates``: what an update costs a real vLLM model, by its loader on whole tensors and by what was recorded.
+"""``python -m benchmarks.vllm_updates``: what an update costs a real vLLM model, by its loader on whole tensors and by
+what was recorded.
 
-Both are measured in turn in the same processes, over the same lane: ``make bench-vllm``. The loader's way is vLLM's own layerwise reloading.
+Both are measured in turn in the same processes, over the same lane: ``make bench-vllm``. The loader's way is vLLM's own
+layerwise reloading.
 """
 
 from __future__ import annotations
@@ -78,9 +80,7 @@ def _parse() -> argparse.Namespace:
         prog="python -m benchmarks.vllm_updates", description=str(__doc__).partition("\n\n")[2]
     )
     parser.add_argument("--gb", type=float, default=1.0, help="size of the model (default 1)")
-    parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[1, 2], help="tensor-parallel ranks (default 1 2)"
-    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="tensor-parallel ranks (default 1 2)")
     parser.add_argument("--lane", nargs="+", default=["local", "grpc"], help="lanes (default both)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default 3)")
     parser.add_argument("--python", default=".venv-vllm/bin/python", help="Python of vLLM's environment")

@@ -14,8 +14,8 @@ _MOST_BYTES = 1 << 30
 class WarmCopy:
     """Copies tensors into memory that is there already and has been touched; pinned memory if they lie on a GPU.
 
-    The copies lie one behind the other; at 1 GiB, or the largest tensor, they begin again from the start. That is more than any
-    cache holds, and a model of 8 GB does not need 8 GB more to be copied.
+    The copies lie one behind the other; at 1 GiB, or the largest tensor, they begin again from the start. That is more
+    than any cache holds, and a model of 8 GB does not need 8 GB more to be copied.
 
     Args:
         shapes: dtype and shape of each tensor.
@@ -32,9 +32,7 @@ class WarmCopy:
         for (dtype, shape), nbytes in zip(shapes, sizes, strict=True):
             offset = 0 if offset + nbytes > room else offset
             count = nbytes // dtype.itemsize
-            self._into.append(
-                torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).reshape(shape)
-            )
+            self._into.append(torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).reshape(shape))
             offset += nbytes
 
     def run(self, tensors: Sequence[Tensor]) -> None:

@@ -1,9 +1,10 @@
 """``python -m benchmarks.watcher_process SPEC``: engines that watch a ref, each connection of its own.
 
-SPEC is a `WatcherSpec` as JSON. The process writes a line to standard output when all watches have begun, or have failed. Each line on
-standard input, ``{"number": ..., "seconds": ...}``, asks when the watches received a version. The answer is a `Heard` as JSON, as soon as all
-have received it, or after so many seconds. Moments are those of the machine's monotonic clock. Messages are kept as they came and decoded
-when a line asks for them, so that the watchers take little of the processors that they share with the service.
+SPEC is a `WatcherSpec` as JSON. The process writes a line to standard output when all watches have begun, or have
+failed. Each line on standard input, ``{"number": ..., "seconds": ...}``, asks when the watches received a version. The
+answer is a `Heard` as JSON, as soon as all have received it, or after so many seconds. Moments are those of the
+machine's monotonic clock. Messages are kept as they came and decoded when a line asks for them, so that the watchers
+take little of the processors that they share with the service.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from weighbridge.v1 import model_service_pb2
 from weighbridge_service.runtime.descriptors import raise_limit
 
 _AT_ONCE = 64
-"""Watches that begin at one time: a thousand engines do not start in the same millisecond, and a full backlog costs a second."""
+"""Watches that begin at one time: a thousand engines do not start in the same millisecond, and a full backlog costs a
+second.
+"""
 
 
 class Watchers:

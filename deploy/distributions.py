@@ -1,12 +1,16 @@
-"""Builder of a release's files: ``python deploy/distributions.py 0.1.0`` builds what the tag ``v0.1.0`` holds into dist/, and publishes nothing.
+"""Builder of a release's files: ``python deploy/distributions.py 0.1.0`` builds what the tag ``v0.1.0`` holds into
+dist/, and publishes nothing.
 
 Everything is built in a clean clone of the tag:
 
-- ``dist/index/simple``: a package index with the wheel and the source distribution, for ``pip install --extra-index-url``;
+- ``dist/index/simple``: a package index with the wheel and the source distribution, for
+  ``pip install --extra-index-url``;
 - ``dist/docs/0.1.0``: the documentation;
-- ``dist/images/weighbridge-0.1.0.tar``: the image, by docker or, where no docker answers, by buildah; for ``docker load``.
+- ``dist/images/weighbridge-0.1.0.tar``: the image, by docker or, where no docker answers, by buildah; for
+  ``docker load``.
 
-A wheel is refused that lacks the C extension, has other files than a wheel from the tag itself, or names no platform that other machines have.
+A wheel is refused that lacks the C extension, has other files than a wheel from the tag itself, or names no platform
+that other machines have.
 """
 
 from __future__ import annotations
@@ -48,8 +52,7 @@ def wheel_faults(name: str, files: Mapping[str, int], expected: Mapping[str, int
     """
     faults = [f"{name} lacks {missing}" for missing in sorted(expected.keys() - files.keys())]
     faults += [
-        f"{name} has {more}, which a wheel from the tag lacks"
-        for more in sorted(files.keys() - expected.keys())
+        f"{name} has {more}, which a wheel from the tag lacks" for more in sorted(files.keys() - expected.keys())
     ]
     common = sorted(files.keys() & expected.keys())
     faults += [f"{each} of {name} is not that of the tag" for each in common if files[each] != expected[each]]
@@ -103,10 +106,7 @@ def _build_image(source: Path, version: str, commit: str, arguments: Sequence[st
     build = ("--file", "deploy/Dockerfile", "--build-arg", f"COMMIT={commit}", *arguments, "--tag", tag, ".")
     to.parent.mkdir(parents=True, exist_ok=True)
     to.unlink(missing_ok=True)
-    if (
-        shutil.which("docker")
-        and not subprocess.run(["docker", "info"], capture_output=True, check=False).returncode
-    ):
+    if shutil.which("docker") and not subprocess.run(["docker", "info"], capture_output=True, check=False).returncode:
         _run("docker", "build", *build, cwd=source)
         _run("docker", "save", "--output", str(to), tag)
     elif shutil.which("buildah"):
@@ -170,9 +170,7 @@ def build(version: str, image_arguments: Sequence[str]) -> None:
 
 def main() -> int:
     """Build the release that the command line names."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version")
     parser.add_argument("--image-arguments", default="", help="more arguments for the builder of the image")
     asked = parser.parse_args()

@@ -1,7 +1,8 @@
-"""Maker of a release: ``python deploy/release.py 0.2.0`` (``make release VERSION=0.2.0``) writes it down, commits it, and tags it. It publishes nothing.
+"""Maker of a release: ``python deploy/release.py 0.2.0`` (``make release VERSION=0.2.0``) writes it down, commits it,
+and tags it. It publishes nothing.
 
-What CHANGELOG.md has as unreleased becomes the version's section, with the day; pyproject.toml and the SDK get the version; the annotated tag
-``v0.2.0`` has the section as its message.
+What CHANGELOG.md has as unreleased becomes the version's section, with the day; pyproject.toml and the SDK get the
+version; the annotated tag ``v0.2.0`` has the section as its message.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def release(root: Path, version: str, day: dt.date) -> str:
         The tag.
 
     Raises:
-        NotReleasable: the version is none, its tag exists, files have changes that are not committed, or the files do not allow it.
+        NotReleasable: the version is none, its tag exists, files have changes that are not committed, or the files do
+            not allow it.
     """
     _numbers(version)
     tag = f"v{version}"

@@ -1,7 +1,9 @@
-"""Trial of a release: ``python deploy/trial.py 0.1.0`` installs it from dist/index as a user does, and runs the README's lines with it.
+"""Trial of a release: ``python deploy/trial.py 0.1.0`` installs it from dist/index as a user does, and runs the
+README's lines with it.
 
-One Python gets the service in a clean environment, and runs the README's Python code against it, which pushes and pulls. Every Python of 3.11
-to 3.13 that is on PATH gets the SDK alone, which without torch moves no weights: it verifies that version, tags it, and reads the tag back.
+One Python gets the service in a clean environment, and runs the README's Python code against it, which pushes and
+pulls. Every Python of 3.11 to 3.13 that is on PATH gets the SDK alone, which without torch moves no weights: it
+verifies that version, tags it, and reads the tag back.
 """
 
 from __future__ import annotations
@@ -109,8 +111,7 @@ def _run(*line: str, cwd: Path | None = None, env: Mapping[str, str] | None = No
 def _runs(python: str) -> bool:
     """Whether there is such a Python: pyenv has names of those that are not chosen."""
     return (
-        bool(shutil.which(python))
-        and not subprocess.run([python, "-V"], capture_output=True, check=False).returncode
+        bool(shutil.which(python)) and not subprocess.run([python, "-V"], capture_output=True, check=False).returncode
     )
 
 
@@ -154,15 +155,11 @@ def _say(line: str, started: float) -> None:
 
 def main() -> int:
     """Try the release that the command line names."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version")
     parser.add_argument("--server", default=PYTHONS[0], help="Python of the service (default %(default)s)")
     parser.add_argument("--torch", default="torch", help="requirement of torch (default %(default)s)")
-    parser.add_argument(
-        "--torch-index", default="", help="index for torch, such as that of its builds for CPUs"
-    )
+    parser.add_argument("--torch-index", default="", help="index for torch, such as that of its builds for CPUs")
     asked = parser.parse_args()
     try:
         try_out(asked.version, asked.server, asked.torch, asked.torch_index)

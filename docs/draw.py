@@ -1,7 +1,8 @@
-"""Drawings of docs/architecture.md that follow from the imports: ``python docs/draw.py`` writes them anew (``make docs``).
+"""Drawings of docs/architecture.md that follow from the imports: ``python docs/draw.py`` writes them anew
+(``make docs``).
 
-A drawing stands between ``<!-- imports of PACKAGE -->`` and ``<!-- end -->``. Its boxes are the folders of the package and the modules that
-lie beside them; an arrow stands for imports that no longer way implies.
+A drawing stands between ``<!-- imports of PACKAGE -->`` and ``<!-- end -->``. Its boxes are the folders of the package
+and the modules that lie beside them; an arrow stands for imports that no longer way implies.
 """
 
 from __future__ import annotations

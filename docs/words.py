@@ -1,7 +1,9 @@
-"""``python -m docs.words``: turns of phrase in docstrings, comments, messages and documents for which the field has a term.
+"""``python -m docs.words``: turns of phrase in docstrings, comments, messages and documents for which the field has a
+term.
 
-Prints ``file:line: phrase: the line`` for each place, and ends with 1 if there is one. Rewrite the sentence, not the word: subject, verb,
-object; the actor named; one idea. A place that has to stay goes into `EXCEPTIONS`, with the reason.
+Prints ``file:line: phrase: the line`` for each place, and ends with 1 if there is one. Rewrite the sentence, not the
+word: subject, verb, object; the actor named; one idea. A place that has to stay goes into `EXCEPTIONS`, with the
+reason.
 """
 
 from __future__ import annotations

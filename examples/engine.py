@@ -2,8 +2,8 @@
 
     python examples/engine.py acme/fsdp2 latest
 
-Of two copies of the weights one answers, and the other one is filled in place. If a pull fails, the engine keeps its version.
-Tensor-parallel ranks, and one copy of the weights instead of two: docs/engines.md.
+Of two copies of the weights one answers, and the other one is filled in place. If a pull fails, the engine keeps its
+version. Tensor-parallel ranks, and one copy of the weights instead of two: docs/engines.md.
 """
 
 from __future__ import annotations

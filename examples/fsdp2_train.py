@@ -1,4 +1,5 @@
-"""FSDP2 trainer that makes a version of every tenth step and, after a crash, goes on from the newest one on any number of ranks.
+"""FSDP2 trainer that makes a version of every tenth step and, after a crash, goes on from the newest one on any number
+of ranks.
 
     weighbridge serve &
     torchrun --nproc-per-node 2 examples/fsdp2_train.py acme/fsdp2 30

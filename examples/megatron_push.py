@@ -3,8 +3,8 @@
     weighbridge serve &
     torchrun --nproc-per-node 2 examples/megatron_push.py acme/megatron
 
-The model is tensor-parallel over all ranks. It runs on CPUs with the demonstration's helpers (`pip install '.[demo]'`). A trainer
-of yours has its model and its step already: what it adds is `register_model` and `push`.
+The model is tensor-parallel over all ranks. It runs on CPUs with the demonstration's helpers (`pip install '.[demo]'`).
+A trainer of yours has its model and its step already: what it adds is `register_model` and `push`.
 """
 
 from __future__ import annotations

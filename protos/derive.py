@@ -3,8 +3,9 @@
     python -m protos.derive            write the derived text
     python -m protos.derive --check    write nothing; fail if the files differ from it
 
-Methods of clients and the table of access follow from the table of operations; the public names are those that modules of the SDK list in
-``__all__``. The derived text is kept in the repository as source, for editors, type checkers and readers.
+Methods of clients and the table of access follow from the table of operations; the public names are those that modules
+of the SDK list in ``__all__``. The derived text is kept in the repository as source, for editors, type checkers and
+readers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from weighbridge._core.resources import REF_LATEST
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / "clients" / "weighbridge"
-WIDTH = 140
+WIDTH = 120
 _NAMES = (
     "# Public names, which modules have in `__all__`: written by protos/derive.py, not by hand.\n",
     "# Here they end.\n",
@@ -52,9 +53,21 @@ class {name}:
     _connection: {connection}
 '''
 KINDS = (
-    ("_clients/operation_methods.py", "OperationMethods", "Methods of `Client` that the table of operations gives", "Connection", ""),
-    ("aio/operation_methods.py", "AsyncOperationMethods", "Methods of `AsyncEngineClient` that the table of operations gives", "AsyncConnection", "async "),
-)  # fmt: skip
+    (
+        "_clients/operation_methods.py",
+        "OperationMethods",
+        "Methods of `Client` from the table of operations",
+        "Connection",
+        "",
+    ),
+    (
+        "aio/operation_methods.py",
+        "AsyncOperationMethods",
+        "Methods of `AsyncEngineClient` from the table of operations",
+        "AsyncConnection",
+        "async ",
+    ),
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,7 +104,10 @@ def _with_part(path: Path, marks: tuple[str, str], part: str) -> str:
 
 
 def _public() -> dict[str, str]:
-    """Public names of the SDK, each with the module that has it in ``__all__``. Packages offer what they have there themselves."""
+    """Public names of the SDK, each with the module that has it in ``__all__``.
+
+    Packages offer what they have there themselves.
+    """
     found: dict[str, str] = {}
     for path in sorted(CLIENTS.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -125,8 +141,7 @@ def _access() -> str:
     for verb in Verb:
         who = " (everybody)" if verb is Verb.PROBE else ""
         cells = (
-            ", ".join(f"`{name}`" for name, asked in names.items() if asked is verb)
-            for names in (methods, routes)
+            ", ".join(f"`{name}`" for name, asked in names.items() if asked is verb) for names in (methods, routes)
         )
         rows.append(f"| `{verb}`{who} | {' | '.join(cells)} |".replace("|  |", "| |"))
     return "\n".join(rows) + "\n"
@@ -149,12 +164,7 @@ def _formatted(source: str) -> str:
 
 def _source(name: str, title: str, connection: str, mark: str) -> str:
     called = [each for each in vars(table).items() if isinstance(each[1], Operation) and each[1].call]
-    kinds = {
-        kind
-        for _, each in called
-        for kind in (each.shown, *(p.kind for p in each.offers if p.is_value))
-        if kind
-    }
+    kinds = {kind for _, each in called for kind in (each.shown, *(p.kind for p in each.offers if p.is_value)) if kind}
     imports = "\n".join(sorted(f"from {kind.__module__} import {kind.__name__}" for kind in kinds))
     module = "weighbridge.aio.connection" if mark else "weighbridge._clients.connection"
     head = _HEAD.format(title=title, imports=imports, module=module, connection=connection, name=name)
@@ -191,9 +201,7 @@ def _parameters(operation: Operation[Any]) -> str:
             continue
         if each.default is not REQUIRED and not by_name:
             found, by_name = f"{found}, *", True
-        found += f", {each.name}: {_kind(each)}" + (
-            "" if each.default is REQUIRED else f" = {each.default!r}"
-        )
+        found += f", {each.name}: {_kind(each)}" + ("" if each.default is REQUIRED else f" = {each.default!r}")
     return found
 
 
@@ -206,17 +214,16 @@ def _docstring(operation: Operation[Any], mark: str) -> str:
     parts = [operation.text, *([operation.more] if operation.more else [])]
     if operation.offers:
         names = dict.fromkeys(_VERSIONS, "version")
-        lines = [
-            f"    {names.get(p.name, p.name)}: {p.text}{_VERSIONS.get(p.name, '')}." for p in operation.offers
-        ]
+        lines = [f"    {names.get(p.name, p.name)}: {p.text}{_VERSIONS.get(p.name, '')}." for p in operation.offers]
         parts.append("\n".join(["Args:", *lines]))
     if operation.raises:
         parts.append("Raises:\n" + "\n".join(f"    {error}: {when}." for error, when in operation.raises))
     if operation.example:
         lines = [f"    {_asked(line) if mark else line}" for line in operation.example]
         parts.append("\n".join(["Examples:", *lines]))
+    parts[0] = f'"""{parts[0]}'
     text = "\n\n".join(_filled(part) for part in parts)
-    return f'"""{text}"""' if len(parts) == 1 else f'"""{text}\n"""'
+    return f'{text}"""' if len(parts) == 1 else f'{text}\n"""'
 
 
 def _asked(line: str) -> str:

@@ -3,8 +3,9 @@
     python protos/generate.py            write the stubs, removing those whose .proto is gone
     python protos/generate.py --check    write nothing; fail and show where the stubs differ from the contract
 
-Each `x.proto` gives `x_pb2.py` and `x_pb2_grpc.py` with their `.pyi`. The stubs are kept in the repository, so that installing
-the SDK needs no compiler. Protobuf's well-known types may be imported; nothing outside this folder and those may.
+Each `x.proto` gives `x_pb2.py` and `x_pb2_grpc.py` with their `.pyi`. The stubs are kept in the repository, so that
+installing the SDK needs no compiler. Protobuf's well-known types may be imported; nothing outside this folder and those
+may.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     """Writes or checks the stubs.
 
     Returns:
-        0 when the stubs agree with the contract, 1 when `--check` finds that they do not, 2 when there is no contract or it
-        does not compile.
+        0 when the stubs agree with the contract, 1 when `--check` finds that they do not, 2 when there is no contract
+        or it does not compile.
     """
     parser = argparse.ArgumentParser(description="Generates the gRPC stubs.")
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
@@ -84,9 +85,7 @@ def _compile(protos: Path, out: Path) -> bool:
 
 
 def _read(folder: Path) -> dict[str, str]:
-    return {
-        path.name: path.read_text(encoding="utf-8") for pattern in GENERATED for path in folder.glob(pattern)
-    }
+    return {path.name: path.read_text(encoding="utf-8") for pattern in GENERATED for path in folder.glob(pattern)}
 
 
 def _report(kept: dict[str, str], fresh: dict[str, str]) -> int:

@@ -1,7 +1,9 @@
-"""Audit of the locks without a network: compares their versions with an export of advisories, as osv.dev gives it for PyPI.
+"""Audit of the locks without a network: compares their versions with an export of advisories, as osv.dev gives it for
+PyPI.
 
-``python requirements/advisories.py EXPORT.zip LOCK ...`` prints each version that an advisory is about, and exits with 1 if there is one, and with 2
-if the export is none. The format is https://ossf.github.io/osv-schema: an advisory lists the versions that it is about, or ranges of them.
+``python requirements/advisories.py EXPORT.zip LOCK ...`` prints each version that an advisory is about, and exits with
+1 if there is one, and with 2 if the export is none. The format is https://ossf.github.io/osv-schema: an advisory lists
+the versions that it is about, or ranges of them.
 """
 
 from __future__ import annotations
@@ -25,9 +27,7 @@ def affected(advisory: Mapping[str, Any], name: str, version: str) -> bool:
         package = each.get("package", {})
         if package.get("ecosystem") != "PyPI" or normal(package.get("name", "")) != name:
             continue
-        if version in each.get("versions", ()) or any(
-            _within(found["events"], version) for found in _ranges(each)
-        ):
+        if version in each.get("versions", ()) or any(_within(found["events"], version) for found in _ranges(each)):
             return True
     return False
 
@@ -62,15 +62,11 @@ def main(export: str, *locks: str) -> int:
             for member in archive.namelist():
                 advisory = json.loads(archive.read(member))
                 count += 1
-                names = {
-                    normal(each.get("package", {}).get("name", "")) for each in advisory.get("affected", ())
-                }
+                names = {normal(each.get("package", {}).get("name", "")) for each in advisory.get("affected", ())}
                 for name in sorted(names & pins.keys()):
                     if affected(advisory, name, pins[name]):
                         found += 1
-                        print(
-                            f"{name}=={pins[name]}: {advisory['id']} {advisory.get('summary', '')}".rstrip()
-                        )
+                        print(f"{name}=={pins[name]}: {advisory['id']} {advisory.get('summary', '')}".rstrip())
     except (OSError, zipfile.BadZipFile, ValueError) as error:
         print(f"{export} is no export of advisories: {error}", file=sys.stderr)
         return 2

@@ -1,6 +1,7 @@
 """Packages that an environment has in other versions than constraints.txt, one a line.
 
-``.venv-newest/bin/python requirements/differences.py`` looks at the environment of the Python that runs it. It needs the standard library alone.
+``.venv-newest/bin/python requirements/differences.py`` looks at the environment of the Python that runs it. It needs
+the standard library alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def differences(installed: Mapping[str, str], pins: str) -> Iterator[str]:
         pins: the text of a constraints file.
 
     Yields:
-        ``name pinned -> installed``, or ``name installed, without a pin``. A local part of a version (``+cpu``) is of no matter.
+        ``name pinned -> installed``, or ``name installed, without a pin``. A local part of a version (``+cpu``) is of
+        no matter.
     """
     pinned = {name: version for name, version, _ in entries(pins)}
     found = {normal(name): version for name, version in installed.items()}

@@ -1,8 +1,9 @@
 """Installer of an environment, with progress: what the locks list, by hash, and weighbridge itself as it lies here.
 
-``python requirements/install.py FOLDER --lock service --lock demo --torch 2.13.0`` makes the virtual environment FOLDER with the Python that
-runs this, and fills it. The locks are complete: nothing is looked up, and a file of another hash is refused. It needs the standard library
-alone. pip's own bars are for terminals, and are not drawn for packages in its cache; this names the package that pip is at, everywhere.
+``python requirements/install.py FOLDER --lock service --lock demo --torch 2.13.0`` makes the virtual environment FOLDER
+with the Python that runs this, and fills it. The locks are complete: nothing is looked up, and a file of another hash
+is refused. It needs the standard library alone. pip's own bars are for terminals, and are not drawn for packages in its
+cache; this names the package that pip is at, everywhere.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 _PIN = re.compile(r"^[A-Za-z0-9._-]+(?:\[[^]]*\])?==", re.MULTILINE)
-_TAKEN = re.compile(
-    r"(?:Collecting (?P<named>[A-Za-z0-9._-]+)|Processing (?:\S*/)?(?P<file>[A-Za-z0-9._]+)-)"
-)
+_TAKEN = re.compile(r"(?:Collecting (?P<named>[A-Za-z0-9._-]+)|Processing (?:\S*/)?(?P<file>[A-Za-z0-9._]+)-)")
 """What pip writes when it comes to a package: its name, or the place of its file."""
 _UNPACKING = "Installing collected packages:"
 _EVERY = 10
@@ -70,9 +69,7 @@ def _run(title: str, command: Sequence[str], total: int | None = None) -> None:
 
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as pip:
         for said in progress(seen(pip.stdout or ()), total, 1 if terminal else _EVERY):
-            print(
-                f"\r\033[K   {said}" if terminal else f"   {said}", end="" if terminal else "\n", flush=True
-            )
+            print(f"\r\033[K   {said}" if terminal else f"   {said}", end="" if terminal else "\n", flush=True)
         code = pip.wait()
     print("\r\033[K" if terminal else "", end="")
     if code:
@@ -83,20 +80,14 @@ def _run(title: str, command: Sequence[str], total: int | None = None) -> None:
 
 def main() -> None:
     """Make the environment, and fill it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--lock", action="append", default=[], metavar="NAME", help="requirements/NAME.txt")
     parser.add_argument("--torch", required=True, metavar="VERSION", help="with what its build needs")
     parser.add_argument("--torch-index", default="", metavar="URL", help="index of torch; pip's own if empty")
-    parser.add_argument(
-        "--alone", action="append", default=[], metavar="NAME==VERSION", help="without its needs"
-    )
+    parser.add_argument("--alone", action="append", default=[], metavar="NAME==VERSION", help="without its needs")
     parser.add_argument("--pip", required=True, metavar="VERSION", help="of pip itself")
-    parser.add_argument(
-        "--no-compile", action="store_true", help="leave bytecode to the processes that import"
-    )
+    parser.add_argument("--no-compile", action="store_true", help="leave bytecode to the processes that import")
     given = parser.parse_args()
     if sys.version_info < (3, 11):  # noqa: UP036 (nothing has refused it yet)
         raise SystemExit("Python 3.11 or newer is needed")

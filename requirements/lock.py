@@ -1,7 +1,8 @@
 """Writer of the locks: which files of which versions `make install` takes, by their hashes.
 
-``python requirements/lock.py`` resolves the extras of pyproject.toml within constraints.txt, and writes one file for each: what it needs
-beyond those before it. torch is in none: its version is pinned, and its files differ from index to index, by the accelerator that they are for.
+``python requirements/lock.py`` resolves the extras of pyproject.toml within constraints.txt, and writes one file for
+each: what it needs beyond those before it. torch is in none: its version is pinned, and its files differ from index to
+index, by the accelerator that they are for.
 """
 
 from __future__ import annotations

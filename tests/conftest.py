@@ -28,7 +28,8 @@ pytest_plugins = (
     "tests.support.file_items",
 )
 
-# Machines that run tests are shared: how long one example takes says nothing. The same examples are tried in each run of `make test`.
+# Machines that run tests are shared: how long one example takes says nothing. The same examples are tried in each run
+# of `make test`.
 settings.register_profile(
     "weighbridge",
     deadline=None,
@@ -40,13 +41,13 @@ settings.load_profile("weighbridge")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`make test-fast`."""
-    parser.addoption(
-        "--fast", action="store_true", help="only tests that start neither services nor processes"
-    )
+    parser.addoption("--fast", action="store_true", help="only tests that start neither services nor processes")
 
 
 def pytest_configure() -> None:
-    """Let interrupts interrupt what tests start, also where these tests run in the background: shells let such jobs ignore them."""
+    """Let interrupts interrupt what tests start, also where these tests run in the background: shells let such jobs
+    ignore them.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,7 +1,9 @@
-"""Command line of ``make test-long``: the whole suite, and every test that draws at random at its long count, part by part.
+"""Command line of ``make test-long``: the whole suite, and every test that draws at random at its long count, part by
+part.
 
-``python -m tests.long [PART ...] [--list] [--again] [--seed S]``. What has passed is kept in ``build/test-long.json`` for the state of
-the checkout: a run that was interrupted goes on with the part that it was at. The exit code is 1 if a part has failed.
+``python -m tests.long [PART ...] [--list] [--again] [--seed S]``. What has passed is kept in ``build/test-long.json``
+for the state of the checkout: a run that was interrupted goes on with the part that it was at. The exit code is 1 if a
+part has failed.
 """
 
 from __future__ import annotations
@@ -146,9 +148,7 @@ def _run(part: Part, root: Path, log: Path, seed: int) -> Result:
             part.command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT
         ).returncode
     result = Result(code, round(time.monotonic() - begun, 1), seed)
-    print(
-        f"{part.name}: {f'FAILED, see {log}' if code else 'passed'} after {result.seconds:.0f} s", flush=True
-    )
+    print(f"{part.name}: {f'FAILED, see {log}' if code else 'passed'} after {result.seconds:.0f} s", flush=True)
     return result
 
 

@@ -1,8 +1,9 @@
 """Command line that tries the tests: ``python -m tests.mutants FILE [...] [--count N] [--seed S] [--run COMMAND]``.
 
-Each of N mutants is one small change to one of the product files, chosen by the seed: another comparison, a condition turned round, a number that
-is one more, a statement that is left out. The tests that the change reaches are run against it. A mutant that they do not catch is printed,
-and the file is put back as it was in any case. Run it in a clone: the checkout changes while it runs.
+Each of N mutants is one small change to one of the product files, chosen by the seed: another comparison, a condition
+turned round, a number that is one more, a statement that is left out. The tests that the change reaches are run against
+it. A mutant that they do not catch is printed, and the file is put back as it was in any case. Run it in a clone: the
+checkout changes while it runs.
 """
 
 from __future__ import annotations
@@ -77,10 +78,7 @@ def _not_code(tree: ast.AST) -> set[ast.AST]:
             apart += [node.returns, *node.decorator_list]
         elif (
             (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-            or (
-                isinstance(node, ast.Expr)
-                and ast.unparse(node).startswith(("logger.", "LOGGER.", "_logger."))
-            )
+            or (isinstance(node, ast.Expr) and ast.unparse(node).startswith(("logger.", "LOGGER.", "_logger.")))
             or isinstance(node, ast.JoinedStr)
         ):
             apart.append(node)
@@ -141,9 +139,7 @@ def main() -> int:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--skip", type=int, default=0, metavar="N", help="leave out the first N: they are known"
-    )
+    parser.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N: they are known")
     parser.add_argument("--run", default=RUN, help=f"the tests, by default {RUN}")
     options = parser.parse_args()
     command = [sys.executable if word == "python" else word for word in shlex.split(options.run)]

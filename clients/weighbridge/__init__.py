@@ -13,7 +13,8 @@
 
 - `TrainerClient`: pushes of ranks, training states, restores, folders. `CheckpointManager` does it for a loop.
 - `EngineClient`, `AsyncEngineClient`: pulls and watches of refs. `EngineReporter` reports what an engine serves.
-- `Client`: models, versions, refs and what is kept; the other clients have it, too. `Signatures` signs versions and checks signatures.
+- `Client`: models, versions, refs and what is kept; the other clients have it, too. `Signatures` signs versions and
+  checks signatures.
 - `weighbridge.errors`: what can go wrong, named by what the caller can do about it.
 - `weighbridge.integrations`: vLLM, SGLang, transformers, Megatron, frameworks of reinforcement learning.
 - `weighbridge.follow`, `weighbridge.relay`: the agent beside an engine; step folders between machines.
@@ -34,7 +35,8 @@ Names are imported when first used. What begins with an underscore is private; `
 # - `_trainers`: the client of a trainer rank: pushes, training states, restores and folders.
 # - `_signing`: signatures of versions.
 # - `_reporting`: reports of what an engine serves.
-# - `aio`, `_lazy`, `relay`, `_comparing`: the asyncio client; lazy tensors; step folders between machines; what has changed between versions.
+# - `aio`, `_lazy`, `relay`, `_comparing`: the asyncio client; lazy tensors; step folders between machines; what has
+# changed between versions.
 # - `follow`: the agent beside an engine.
 # - `integrations`: trainers, frameworks of reinforcement learning, and inference engines.
 # - `_cli`: the command line.

@@ -17,9 +17,9 @@
     |-- DeadlineExceeded        the operation did not end in time; the message says what it waited for
     `-- Unavailable             the service cannot be reached or is shutting down: try again
 
-Each error has a message that says what is wrong, a `fix` that says what to do, and for errors about tensors their names and boxes in
-`details`. Both sides of the wire use the same tree: handlers translate it into ``google.rpc`` status details and RFC 9457 problem
-documents, and the client translates it back.
+Each error has a message that says what is wrong, a `fix` that says what to do, and for errors about tensors their names
+and boxes in `details`. Both sides of the wire use the same tree: handlers translate it into ``google.rpc`` status
+details and RFC 9457 problem documents, and the client translates it back.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class WeighbridgeError(Exception):
         return text
 
     def anew(self) -> Self:
-        """Return a copy of the error for another thread to raise. The copy has no traceback, because a traceback references all variables
-        that were in use.
+        """Return a copy of the error for another thread to raise. The copy has no traceback, because a traceback
+        references all variables that were in use.
         """
         return copy.copy(self)
 
@@ -90,7 +90,9 @@ class InvalidArgument(WeighbridgeError):
 
 
 class LayoutError(InvalidArgument):
-    """A layout contradicts the model or itself: it has a gap, an overlap, a wrong shape or dtype, or an unknown tensor."""
+    """A layout contradicts the model or itself: it has a gap, an overlap, a wrong shape or dtype, or an unknown
+    tensor.
+    """
 
     reason = "LAYOUT_INVALID"
 
@@ -138,7 +140,8 @@ class FailedPrecondition(WeighbridgeError):
 class VersionFailed(FailedPrecondition):
     """The version failed. `details` lists what was missing.
 
-    If the version could not be completed, it was never visible. If it could not be made durable, it was visible while it was `live`.
+    If the version could not be completed, it was never visible. If it could not be made durable, it was visible while
+    it was `live`.
     """
 
     reason = "VERSION_FAILED"
@@ -156,8 +159,8 @@ class ResourceExhausted(WeighbridgeError):
     """A limit is exceeded, or the service has no memory or disk space left.
 
     Attributes:
-        retry_after: seconds after which capacity may be available; None if waiting does not help. The client retries streams itself, but
-            not before that time.
+        retry_after: seconds after which capacity may be available; None if waiting does not help. The client retries
+            streams itself, but not before that time.
     """
 
     reason = "RESOURCE_EXHAUSTED"

@@ -1,4 +1,5 @@
-"""Documentation's site: ``python -m docs.website`` makes it in build/site (``make docs``), from docs/ and from what the code says of itself.
+"""Documentation's site: ``python -m docs.website`` makes it in build/site (``make docs``), from docs/ and from what the
+code says of itself.
 
 May import: the SDK, the service and what `make docs` installs; each when it is used.
 
@@ -10,6 +11,6 @@ May import: the SDK, the service and what `make docs` installs; each when it is 
 - `pictures`: pictures of recorded benchmarks, in docs/pictures.
 - `charts`: bars with intervals, as SVG.
 
-What makes the site is Zensical, which its authors maintain in place of Material for MkDocs (its support ends in May 2027, and that of MkDocs 1
-has ended). It reads ``mkdocs.yml``, from which MkDocs with that theme makes a site, too.
+What makes the site is Zensical, which its authors maintain in place of Material for MkDocs (its support ends in May
+2027, and that of MkDocs 1 has ended). It reads ``mkdocs.yml``, from which MkDocs with that theme makes a site, too.
 """

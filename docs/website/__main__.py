@@ -34,9 +34,7 @@ def stage(to: Path) -> None:
 def main() -> int:
     """Make the site; its exit code is 1 if anything was to be warned of."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--pages-only", action="store_true", help="write build/pages, and make no site of them"
-    )
+    parser.add_argument("--pages-only", action="store_true", help="write build/pages, and make no site of them")
     asked = parser.parse_args()
     stage(PAGES)
     if asked.pages_only:

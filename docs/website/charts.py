@@ -1,4 +1,6 @@
-"""Bars with the range of their rounds, as SVG that is read on light and on dark ground, without a script or a font of its own."""
+"""Bars with the range of their rounds, as SVG that is read on light and on dark ground, without a script or a font of
+its own.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,10 @@ def page() -> str:
     lines = [
         "# gRPC contract",
         "",
-        f"The package `{_PACKAGE}`, as `protos/weighbridge/v1` defines it. What each call asks of its caller's rights: [access](../access.md#identities-and-scopes).",
+        (
+            f"The package `{_PACKAGE}`, as `protos/weighbridge/v1` defines it. What each call asks "
+            "of its caller's rights: [access](../access.md#identities-and-scopes)."
+        ),
         "The service answers `grpc.reflection` and `grpc.health`, too.",
     ]
     files_ = [_File(each) for each in ours]
@@ -133,11 +136,7 @@ def _kind(field: FieldDescriptorProto, message: DescriptorProto) -> str:
     if entry is not None:
         key, value = (_kind(each, entry) for each in entry.field)
         return f"map of {key} to {value}"
-    name = (
-        _linked(field.type_name)
-        if field.type_name
-        else f"`{_TYPES.Name(field.type).removeprefix('TYPE_').lower()}`"
-    )
+    name = _linked(field.type_name) if field.type_name else f"`{_TYPES.Name(field.type).removeprefix('TYPE_').lower()}`"
     if field.label == FieldDescriptorProto.Label.LABEL_REPEATED:
         return f"repeated {name}"
     return f"optional {name}" if field.proto3_optional else name
@@ -148,9 +147,7 @@ def _cell(text: str) -> str:
 
 
 def _compiled(protos: Path) -> FileDescriptorSet:
-    sources = sorted(
-        str(path.relative_to(protos)) for path in (protos / _PACKAGE.replace(".", "/")).glob("*.proto")
-    )
+    sources = sorted(str(path.relative_to(protos)) for path in (protos / _PACKAGE.replace(".", "/")).glob("*.proto"))
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "contract.binpb")
         options = (f"--descriptor_set_out={out}", "--include_source_info")

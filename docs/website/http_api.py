@@ -33,9 +33,7 @@ def document() -> Described:
         line = [sys.executable, "-m", "weighbridge", "serve", "--store", store, *asked.split()]
         with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as service:
             try:
-                ready = re.search(
-                    r"HTTP on http://(\S+?),", service.stdout.readline() if service.stdout else ""
-                )
+                ready = re.search(r"HTTP on http://(\S+?),", service.stdout.readline() if service.stdout else "")
                 if ready is None:
                     raise RuntimeError("the service whose OpenAPI document is wanted did not start")
                 with closing(HTTPConnection(ready[1], timeout=60)) as web:
@@ -61,9 +59,9 @@ def page(described: Described) -> str:
     lines = [_INTRODUCTION]
     for tag, told in tagged.items():
         lines += ["", f"## {tag.capitalize()}", *told]
-    problem = described["paths"]["/v1/models"]["get"]["responses"]["default"]["content"][
-        "application/problem+json"
-    ]["schema"]
+    problem = described["paths"]["/v1/models"]["get"]["responses"]["default"]["content"]["application/problem+json"][
+        "schema"
+    ]
     schemas = {**described["components"]["schemas"], problem["title"]: problem}
     lines += ["", "## Bodies"]
     for name, schema in sorted(schemas.items()):

@@ -1,7 +1,7 @@
 """Pages of the site that are files of the repository: where each goes, and its links there.
 
-A link of a page leads to a file beside it, so that it works where the repository is read. On the site it leads to that file's page. Files that
-are no pages are not on the site: of a link to one, its text stays.
+A link of a page leads to a file beside it, so that it works where the repository is read. On the site it leads to that
+file's page. Files that are no pages are not on the site: of a link to one, its text stays.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ _FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 def sources() -> Mapping[str, str]:
     """The pages: paths within the repository, and those of their pages on the site."""
     docs = ROOT / "docs"
-    found = {
-        f"docs/{path}": path for path in sorted(str(each.relative_to(docs)) for each in docs.rglob("*.md"))
-    }
+    found = {f"docs/{path}": path for path in sorted(str(each.relative_to(docs)) for each in docs.rglob("*.md"))}
     return found | _ELSEWHERE
 
 
@@ -56,7 +54,9 @@ def on_site(text: str, source: str, placed: Mapping[str, str]) -> str:
 
 
 def links(text: str) -> Iterator[tuple[str, str]]:
-    """Targets and anchors of a page's links to files of the repository, outside of code; a target is empty if the link stays on its page."""
+    """Targets and anchors of a page's links to files of the repository, outside of code; a target is empty if the link
+    stays on its page.
+    """
     outside = "".join(part for part, fenced in _parts(text) if not fenced)
     for found in re.finditer(r"\[[^]]*\]\((?P<target>[^)\s#:]*)(?:#(?P<anchor>[^)\s]*))?\)", outside):
         yield found["target"], found["anchor"] or ""

@@ -1,4 +1,6 @@
-"""Pictures of recorded benchmarks: ``python -m docs.website.pictures`` draws docs/pictures from benchmarks/results (``make pictures``)."""
+"""Pictures of recorded benchmarks: ``python -m docs.website.pictures`` draws docs/pictures from benchmarks/results
+(``make pictures``).
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def peers(recorded: Recorded) -> Chart:
     }
     rounds = len(comparison["series"]["raw grpcio"]["seconds"])
     title = f"{comparison['gigabytes']:g} GB on one machine, one rank, next to other tools"
-    about = f"Seconds, medians of {rounds} rounds; the lines are their range. Peers do not flush to disk. make bench-peers"
+    about = (
+        f"Seconds, medians of {rounds} rounds; the lines are their range. Peers do not flush to disk. make bench-peers"
+    )
     return Chart(title, (about, _where(recorded)), {"ours": "Weighbridge", "theirs": "others"}, groups)
 
 
@@ -76,10 +80,11 @@ def gpu(recorded: Recorded) -> Chart:
         )
     first = recorded["cases"][0]
     title = f"{first['bytes']['model'] / 1e9:.4g} GB of bf16 weights between trainers and engines on one GPU"
-    about = f"Seconds of the slowest client, medians of {len(first['seconds']['copy'])} rounds; the lines are their range. make bench"
-    return Chart(
-        title, (about, _where(recorded)), {"ours": "Weighbridge", "limit": "what the card can"}, groups
+    about = (
+        f"Seconds of the slowest client, medians of {len(first['seconds']['copy'])} rounds; the "
+        "lines are their range. make bench"
     )
+    return Chart(title, (about, _where(recorded)), {"ours": "Weighbridge", "limit": "what the card can"}, groups)
 
 
 def vllm_updates(recorded: Recorded) -> Chart:
@@ -127,7 +132,9 @@ def _where(recorded: Recorded) -> str:
     machine = recorded["machine"]
     card = f"{machine['gpu']}, " if "gpu" in machine else ""
     commit = f", commit {machine['commit']}" if machine.get("commit") else ""
-    about = f"{card}{machine['cpus']} cores ({machine['machine']}), torch {machine['torch']}, {recorded['date']}{commit}"
+    about = (
+        f"{card}{machine['cpus']} cores ({machine['machine']}), torch {machine['torch']}, {recorded['date']}{commit}"
+    )
     return f"{about}; benchmarks/results/{recorded['record']}"
 
 

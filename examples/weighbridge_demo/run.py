@@ -39,8 +39,10 @@ def run_demo(
         steps: optimizer steps of the trainer, at least one.
         as_json: print one JSON document and nothing else.
         store: where the service keeps versions, a folder or ``s3://bucket/prefix``; in ``work_dir`` if None.
-        vllm: the Python of an environment with vLLM: its servers follow the trainer, instead of engines of the demo's own.
-        keep: leave the service running when all is done, until this process is interrupted; ends at once where something was not as it had to be.
+        vllm: the Python of an environment with vLLM: its servers follow the trainer, instead of engines of the demo's
+            own.
+        keep: leave the service running when all is done, until this process is interrupted; ends at once where
+            something was not as it had to be.
 
     Returns:
         The exit code: 0 if everything was as it had to be.
@@ -56,9 +58,7 @@ def run_demo(
 
     def say(line: str) -> None:
         if not as_json:
-            console.print(
-                f"{time.monotonic() - started:6.1f}  {line}", highlight=False, markup=False, soft_wrap=True
-            )
+            console.print(f"{time.monotonic() - started:6.1f}  {line}", highlight=False, markup=False, soft_wrap=True)
 
     def print_all() -> None:
         if as_json:

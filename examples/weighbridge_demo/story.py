@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 MODEL = "acme/smol"
 TOLERANCE = 1e-5
-"""Allowed difference of logits, as a part of the largest. float32 leaves 3e-6 open: transformers' own logits of this model
-are so far from what it computes in float64."""
+"""Allowed difference of logits, as a part of the largest. float32 leaves 3e-6 open: transformers' own logits of this
+model are so far from what it computes in float64."""
 _OTHER_SHAPE = Parallel(tp=1, pp=2)
 _TRAINER_SHAPE = Parallel(tp=3, pp=2)
 _ENGINES = {"engine A": 3, "engine B": 3, "engine C": 1}
@@ -49,7 +49,8 @@ class Story:
         say: called with each line of progress.
         report: filled in while the demo runs.
         store: where the service keeps versions; a folder in ``work`` if None.
-        keep: called with the service and its addresses, gRPC and HTTP, when all is done; the service ends when it returns.
+        keep: called with the service and its addresses, gRPC and HTTP, when all is done; the service ends when it
+            returns.
     """
 
     def __init__(
@@ -127,9 +128,7 @@ class Story:
         self.report.check("the import is version 1", version.number == 1, str(version))
         with EngineClient(server) as client:
             different = _differences(client.pull(MODEL, 1), weights.items())
-        self.report.check(
-            "version 1 is the folder, bit for bit", not different, _few(different, len(weights))
-        )
+        self.report.check("version 1 is the folder, bit for bit", not different, _few(different, len(weights)))
 
     def _serve_imported(self, server: str) -> None:
         arguments = (server, MODEL, 1, 1)
@@ -196,8 +195,7 @@ class Story:
 
     def _serve_trained(self, server: str) -> None:
         jobs = [
-            gloo_job(size, tp_engine.serve, server, MODEL, "latest", size, name=name)
-            for name, size in _ENGINES.items()
+            gloo_job(size, tp_engine.serve, server, MODEL, "latest", size, name=name) for name, size in _ENGINES.items()
         ]
         engines = self.report.engines
         engines.update(zip(_ENGINES, run_jobs(jobs, timeout=_JOB_SECONDS), strict=True))
@@ -213,8 +211,7 @@ class Story:
     def _compare_texts(self) -> None:
         expected = self.report.texts["transformers, after"]
         texts = {
-            f"{name}, TP {len(ranks)}": {rank.text for rank in ranks}
-            for name, ranks in self.report.engines.items()
+            f"{name}, TP {len(ranks)}": {rank.text for rank in ranks} for name, ranks in self.report.engines.items()
         }
         for who, said in texts.items():
             self.report.texts[who] = " | ".join(sorted(said))
@@ -233,9 +230,7 @@ def _shape(parallel: Parallel) -> str:
     return f"TP {parallel.tp} x PP {parallel.pp}"
 
 
-def _differences(
-    found: Pull | Iterable[tuple[str, Tensor]], expected: Iterable[tuple[str, Tensor]]
-) -> list[str]:
+def _differences(found: Pull | Iterable[tuple[str, Tensor]], expected: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Names of tensors that are on one side only, or of which a bit differs."""
     left = dict(expected)
     different = []

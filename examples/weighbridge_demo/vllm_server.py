@@ -41,7 +41,9 @@ _ENVIRONMENT = {
 EAGER = ("--enforce-eager",)
 """Arguments that let it compute as it is written: it need not compile what is asked a few times."""
 TRACED = ("--compilation-config", '{"mode": 3, "backend": "eager"}')
-"""The same, for pipeline stages: on a CPU they do not work with `EAGER`, as the buffers between them are made when it warms up."""
+"""The same, for pipeline stages: on a CPU they do not work with `EAGER`, as the buffers between them are made when it
+warms up.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class VllmServer:
 
     Args:
         python: Python of the environment that vLLM is installed in.
-        server: the service's gRPC address; None for a server that starts from a folder and is connected to the service later.
+        server: the service's gRPC address; None for a server that starts from a folder and is connected to the service
+            later.
         model: ``namespace/name``, or the folder.
         log: file for the server's output.
         arguments: more arguments for vLLM, such as its parallelism.
@@ -95,7 +98,8 @@ class VllmServer:
         else:
             said = json.dumps({"server": server, "version": "latest", **(extra or {})})
             weights = ["--load-format", "weighbridge", "--model-loader-extra-config", said]
-        # what the command `vllm serve` runs: in builds of vLLM that have another name, the command itself does not start
+        # what the command `vllm serve` runs: in builds of vLLM that have another name, the command itself does not
+        # start
         command = [
             str(python.absolute()), "-m", module, "--model", model, "--host", "127.0.0.1",
             "--port", str(port), *weights, "--dtype", "float32", "--max-model-len", "256",
@@ -125,9 +129,7 @@ class VllmServer:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                raise Unavailable(
-                    f"vLLM ended with exit code {self._process.returncode}", details=self.log_end()
-                )
+                raise Unavailable(f"vLLM ended with exit code {self._process.returncode}", details=self.log_end())
             with contextlib.suppress(OSError), _DIRECT.open(f"{self.url}/health", timeout=5):
                 return
             time.sleep(0.5)

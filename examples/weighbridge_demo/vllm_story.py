@@ -1,7 +1,8 @@
 """Course of the demo with vLLM: it starts from the service, is asked, and follows what Megatron ranks train.
 
-First with a real language model on one rank of vLLM, then with a small one on two engines at once, of two tensor-parallel ranks and of two
-pipeline stages. Each answer is compared with what transformers says of the weights that lie in the object store.
+First with a real language model on one rank of vLLM, then with a small one on two engines at once, of two
+tensor-parallel ranks and of two pipeline stages. Each answer is compared with what transformers says of the weights
+that lie in the object store.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class VllmStory:
         python: Python of the environment that vLLM is installed in.
         say: called with each line of progress.
         report: filled in while the demo runs.
-        keep: called with the service and its addresses, gRPC and HTTP, when all is done; the service ends when it returns.
+        keep: called with the service and its addresses, gRPC and HTTP, when all is done; the service ends when it
+            returns.
     """
 
     def __init__(
@@ -146,9 +148,7 @@ class VllmStory:
                     engine.wait_ready()
             answers = {name: engine.complete(lm.PROMPT, lm.NEW_TOKENS) for name, engine in engines.items()}
             self._compare(f"{part.model}@1", before, answers)
-            agents = {
-                name: running.enter_context(_Agent(part.model, server, e.url)) for name, e in engines.items()
-            }
+            agents = {name: running.enter_context(_Agent(part.model, server, e.url)) for name, e in engines.items()}
             for name, agent in agents.items():
                 had = agent.next()
                 self.report.check(
@@ -159,9 +159,7 @@ class VllmStory:
             ):
                 batch = lm.training_batch(tokenizer)
                 seconds = _JOB_SECONDS + 30 * self.steps
-                run_ranks(
-                    part.trainer, trainer_ranks.train, job, batch, self.steps, self.work, timeout=seconds
-                )
+                run_ranks(part.trainer, trainer_ranks.train, job, batch, self.steps, self.work, timeout=seconds)
             with self._stage(f"{part.model}: the agents take the live engines along"):
                 for name, agent in agents.items():
                     self._followed(name, agent.next())
@@ -184,7 +182,8 @@ class VllmStory:
 
     def _followed(self, name: str, done: Mapping[str, Any]) -> None:
         self._say(
-            f"  {name}: version {done['version']}, {done['nbytes'] / 1e6:.1f} MB prepared in {done['prepare_seconds']:.2f} s, "
+            f"  {name}: version {done['version']}, {done['nbytes'] / 1e6:.1f} MB prepared in "
+            f"{done['prepare_seconds']:.2f} s, "
             f"paused for {done['pause_seconds']:.2f} s"
         )
         followed = done["serves"] == 2 and not done["error"]
@@ -211,9 +210,7 @@ class _Agent:
 
     def __init__(self, model: str, server: str, url: str) -> None:
         command = [sys.executable, "-m", "weighbridge", "follow", model, "--server", server, "--url", url]
-        self._process = subprocess.Popen(
-            [*command, "--count", "2", "--json"], stdout=subprocess.PIPE, text=True
-        )
+        self._process = subprocess.Popen([*command, "--count", "2", "--json"], stdout=subprocess.PIPE, text=True)
 
     def next(self) -> dict[str, Any]:
         """Next message of the agent."""

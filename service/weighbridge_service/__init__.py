@@ -1,4 +1,6 @@
-"""Weighbridge service. `server` runs the process, `core` wires the parts, and `service` plugs further packages into the core.
+"""Weighbridge service.
+
+`server` runs the process, `core` wires the parts, and `service` plugs further packages into the core.
 
 May import: `weighbridge_storage`, `weighbridge`. A folder imports only those listed before it:
 

@@ -96,8 +96,8 @@ class Core:
         plugged: callbacks of other packages.
 
     Raises:
-        FailedPrecondition: the store does not honor conditional writes, or the scratch folder's file system cannot hold a
-            read cache for it.
+        FailedPrecondition: the store does not honor conditional writes, or the scratch folder's file system cannot hold
+            a read cache for it.
         InvalidArgument: a setting is not valid.
         WeighbridgeError: the store cannot be opened or used.
         OSError: the scratch folder cannot be created.
@@ -213,9 +213,7 @@ class Core:
         if config.advertise:
             self._heartbeat = Heartbeat(self.links, self.shared, news, config.peer_patience)
             self.directory.start()
-        self.serving = Serving(
-            self.catalog, self.read_cache, self.store_readers, self.shared, self.peer_files
-        )
+        self.serving = Serving(self.catalog, self.read_cache, self.store_readers, self.shared, self.peer_files)
         self.gates = Gates(self.catalog, registry.approved, self.access.named)
         self.signatures = Signatures(self.catalog, plugged.check_signature)
         self.collecting = Collecting(self.catalog, config.collect_every, self._on_collected)
@@ -238,13 +236,13 @@ class Core:
     def _needs(self) -> Needs:
         """Memory that this service needs in addition to images."""
         cache = self.config.read_cache if self._cache_in_memory else 0
-        return Needs(
-            PROCESS_BYTES + self.config.byte_budget, cache and cache - self.read_cache.usage().nbytes
-        )
+        return Needs(PROCESS_BYTES + self.config.byte_budget, cache and cache - self.read_cache.usage().nbytes)
 
     @property
     def store_silent_seconds(self) -> float:
-        """Seconds for which the store has not answered, while control calls that need it fail at once; 0 while it answers."""
+        """Seconds for which the store has not answered, while control calls that need it fail at once; 0 while it
+        answers.
+        """
         return self._guarded.silent_seconds
 
     def memory(self) -> MemoryReport:
@@ -273,7 +271,10 @@ class Core:
         return self.intake.opener.draining
 
     def drain(self) -> bool:
-        """Refuse new versions, complete the current ones or hand them over, and stop. Returns whether no version was lost."""
+        """Refuse new versions, complete the current ones or hand them over, and stop.
+
+        Returns whether no version was lost.
+        """
         finished = self.intake.drain(self.config.drain_seconds)
         self._stop()
         return finished
@@ -326,6 +327,8 @@ def _proofs(tls: TlsFiles | None, access: Access) -> Credentials:
 
 
 def _address(advertise: str, port: int) -> str:
-    """Address at which other replicas reach this process: ``advertise``, with host name and port filled in where it has none."""
+    """Address at which other replicas reach this process: ``advertise``, with host name and port filled in where it has
+    none.
+    """
     host, _, advertised = advertise.rpartition(":")
     return f"{host or socket.gethostname()}:{port if advertised in ('', '0') else advertised}"

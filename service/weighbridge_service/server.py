@@ -54,8 +54,8 @@ _GRPC_GRACE_SECONDS = 10.0
 _HTTP_GRACE_SECONDS = 5
 _REQUEST_SECONDS = 10.0
 _SWITCH_SECONDS = 0.0005
-"""Switch interval of Python threads. Threads that compute digests request the interpreter lock about twice per MiB: with Python's default of 5 ms,
-one busy Python thread slowed digests from 0.3 s/GB to 12 s/GB."""
+"""Switch interval of Python threads. Threads that compute digests request the interpreter lock about twice per MiB:
+with Python's default of 5 ms, one busy Python thread slowed digests from 0.3 s/GB to 12 s/GB."""
 _BACKLOG = 4096
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,200}")
 
@@ -81,9 +81,7 @@ class _Server(uvicorn.Server):
 
     def _speak(self, leave: Callable[[], None]) -> asyncio.Protocol:
         kind: Any = self.config.http_protocol_class
-        connection: Any = kind(
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
+        connection: Any = kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
         connection.leave = leave
         found: asyncio.Protocol = connection
         return found
@@ -174,9 +172,7 @@ class HttpServer:
 def _host_and_port(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port[:6]) > 65535:
-        raise InvalidArgument(
-            f"{address[:80]!r} is not an address", fix="write it as host:port, e.g. 127.0.0.1:8080"
-        )
+        raise InvalidArgument(f"{address[:80]!r} is not an address", fix="write it as host:port, e.g. 127.0.0.1:8080")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -215,8 +211,9 @@ def _with_port(address: str, port: int) -> str:
 def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") -> int:
     """Serve until SIGTERM or SIGINT, then drain.
 
-    Prints one line on stdout once gRPC and HTTP answer, and logs to stderr. After the first signal, the service completes current pushes and
-    publications, refuses new ones, and cancels exports. The second signal ends the process at once.
+    Prints one line on stdout once gRPC and HTTP answer, and logs to stderr. After the first signal, the service
+    completes current pushes and publications, refuses new ones, and cancels exports. The second signal ends the process
+    at once.
 
     Args:
         config: settings of the service.
@@ -273,9 +270,7 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
             metrics = Metrics(service, lane, calls, health)
         except (WeighbridgeError, OSError) as error:
             known = (
-                error_for(error, f"opening {error.filename or config.store}")
-                if isinstance(error, OSError)
-                else error
+                error_for(error, f"opening {error.filename or config.store}") if isinstance(error, OSError) else error
             )
             sys.stderr.write(f"weighbridge cannot start: {known}\n")
             return 1
@@ -323,8 +318,8 @@ def configure_logging(level: str) -> None:
     """Log to stderr.
 
     Args:
-        level: ``debug``, ``info``, ``warning`` or ``error``, for the service's own packages. Libraries log at ``info`` or above, because
-            boto3's debug messages contain signatures, tokens and bodies.
+        level: ``debug``, ``info``, ``warning`` or ``error``, for the service's own packages. Libraries log at ``info``
+            or above, because boto3's debug messages contain signatures, tokens and bodies.
     """
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     own = logging.getLevelNamesMapping()[level.upper()]
@@ -337,8 +332,9 @@ def configure_logging(level: str) -> None:
 def _first_signal() -> Iterator[Callable[[], int]]:
     """Yield a function that waits for the first SIGTERM or SIGINT; the second ends the process.
 
-    Python runs handlers in the main thread, when it is awake. The kernel may deliver a signal to any thread, and a signal just before the main
-    thread falls asleep does not wake it. So a thread reads the signals from a socket (`signal.set_wakeup_fd`), independently of the main thread.
+    Python runs handlers in the main thread, when it is awake. The kernel may deliver a signal to any thread, and a
+    signal just before the main thread falls asleep does not wake it. So a thread reads the signals from a socket
+    (`signal.set_wakeup_fd`), independently of the main thread.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)

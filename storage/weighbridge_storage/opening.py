@@ -15,12 +15,18 @@ from weighbridge_storage.stores.s3.settings import is_s3, parse_location
 
 
 def is_remote(location: object) -> bool:
-    """Whether a store is on another machine. Its reads are then cached on a local disk, and scratch data cannot be stored next to it."""
+    """Whether a store is on another machine.
+
+    Its reads are then cached on a local disk, and scratch data cannot be stored next to it.
+    """
     return is_s3(location)
 
 
 def shown(location: str | os.PathLike[str]) -> str:
-    """A location for messages: without options, and with an absolute path if it is a folder. Raises InvalidArgument if it is malformed."""
+    """A location for messages: without options, and with an absolute path if it is a folder.
+
+    Raises InvalidArgument if it is malformed.
+    """
     return str(parse_location(str(location)) if is_s3(location) else Path(location).absolute())
 
 
@@ -34,8 +40,8 @@ def open_store(location: str | os.PathLike[str]) -> ObjectStore:
     """Open the store at a location.
 
     Args:
-        location: a folder, or ``s3://bucket/prefix`` with the options of `parse_location`; boto3 finds the credentials for
-            S3 in its usual places.
+        location: a folder, or ``s3://bucket/prefix`` with the options of `parse_location`; boto3 finds the credentials
+            for S3 in its usual places.
 
     Raises:
         InvalidArgument: the location is malformed.

@@ -1,7 +1,7 @@
 """Pool of threads. Threads start when work arrives, and end after some idle time.
 
-The threads are daemons: `concurrent.futures` joins its threads when the interpreter exits, so work that hangs, for example in a store call,
-would prevent the process from exiting.
+The threads are daemons: `concurrent.futures` joins its threads when the interpreter exits, so work that hangs, for
+example in a store call, would prevent the process from exiting.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class ThreadPool:
         return found
 
     async def run(self, work: Callable[[], T], key: Any = None) -> T:
-        """Run work in a thread, in the context of this task. If the task is cancelled, work that has begun continues and its result is
-        dropped.
+        """Run work in a thread, in the context of this task. If the task is cancelled, work that has begun continues
+        and its result is dropped.
 
         Args and errors are those of `submit`.
         """

@@ -1,7 +1,7 @@
 """Writer of `store.tar.xz`: a small store as a service writes it, ``python -m tests.data.write_store TARGET.tar.xz``.
 
-``acme/smol`` has the versions 1 (deleted, its tombstone is there), 2 (tagged prod), 3 (with an infinity in it), 5 and 6 (latest); 4 was
-aborted, 7 is open. Each has two files of weights. ``acme/other`` has one version.
+``acme/smol`` has the versions 1 (deleted, its tombstone is there), 2 (tagged prod), 3 (with an infinity in it), 5 and 6
+(latest); 4 was aborted, 7 is open. Each has two files of weights. ``acme/other`` has one version.
 """
 
 from __future__ import annotations
@@ -68,9 +68,7 @@ def main() -> None:
                     with RawClient(running.address) as raw:
                         trainer.abort("acme/smol", raw.open("acme/smol", step=40))
                     continue
-                trainer.push_folder("acme/smol", source, step=10 * seed, allow_nonfinite=seed == 3).wait(
-                    timeout=60
-                )
+                trainer.push_folder("acme/smol", source, step=10 * seed, allow_nonfinite=seed == 3).wait(timeout=60)
             client.delete_version("acme/smol", 1)
             client.set_ref("acme/smol", "prod", 2)
             with RawClient(running.address) as raw:
@@ -79,9 +77,7 @@ def main() -> None:
         with tarfile.open(sys.argv[1], "w:xz") as tar:
             for path in sorted(each for each in models.rglob("*") if each.is_file()):
                 content = path.read_bytes()
-                info = tarfile.TarInfo(
-                    str(path.relative_to(temporary))
-                )  # by itself: some files are linked to others
+                info = tarfile.TarInfo(str(path.relative_to(temporary)))  # by itself: some files are linked to others
                 info.size = len(content)
                 tar.addfile(info, io.BytesIO(content))
         shutil.rmtree(temporary)

@@ -81,9 +81,7 @@ def _rank_logits(rank: int, parallel: Parallel, cases: Sequence[Case]) -> list[l
     found = []
     for case in cases:
         stages = [None] if parallel.vpp is None else range(parallel.vpp)
-        chunks = [
-            build_family_model(case.config, parallel, vp_stage=stage, **case.options) for stage in stages
-        ]
+        chunks = [build_family_model(case.config, parallel, vp_stage=stage, **case.options) for stage in stages]
         for chunk in chunks:
             load_with_mbridge(chunk, case.weights, case.config)
         found.append(family_logits(chunks, _input_ids(), parallel))
@@ -180,11 +178,7 @@ def _expert_keys(rank: int, parallel: Parallel, config: PretrainedConfig) -> lis
         state = build_family_model(config, parallel, moe_grouped_gemm=grouped).sharded_state_dict()
         apply_factories(state)
         found.append(
-            {
-                entry.key: tuple(entry.global_shape)
-                for entry in nested_values(state)
-                if isinstance(entry, ShardedTensor)
-            }
+            {entry.key: tuple(entry.global_shape) for entry in nested_values(state) if isinstance(entry, ShardedTensor)}
         )
     return found
 
@@ -206,9 +200,7 @@ def _replicas_with_context_parallelism(rank: int, parallel: Parallel, config: Pr
 
 def test_context_parallel_ranks_are_replicas() -> None:
     parallel = Parallel(cp=2, ep=2)
-    found = run_ranks(
-        parallel, _replicas_with_context_parallelism, parallel, tiny_config("qwen3_moe", tied=False)
-    )
+    found = run_ranks(parallel, _replicas_with_context_parallelism, parallel, tiny_config("qwen3_moe", tied=False))
     assert sorted(found) == [0, 1]
 
 

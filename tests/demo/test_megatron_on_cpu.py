@@ -95,9 +95,7 @@ def _reference_losses(model: PreTrainedModel) -> list[float]:
     return losses
 
 
-def _check_logits(
-    parallel: Parallel, models: Sequence[PreTrainedModel], padded_vocab_size: int | None
-) -> None:
+def _check_logits(parallel: Parallel, models: Sequence[PreTrainedModel], padded_vocab_size: int | None) -> None:
     cases = [_case(model) for model in models]
     results = run_ranks(parallel, _rank_logits, parallel, cases, padded_vocab_size)
     assert all(found == [None] * len(models) for found in results[: -parallel.tp])
@@ -114,9 +112,7 @@ def _check_logits(
             )
 
 
-@pytest.mark.parametrize(
-    "parallel", [Parallel(), Parallel(tp=2, pp=2), Parallel(tp=4), Parallel(pp=4)], ids=str
-)
+@pytest.mark.parametrize("parallel", [Parallel(), Parallel(tp=2, pp=2), Parallel(tp=4), Parallel(pp=4)], ids=str)
 def test_logits_of_every_model_equal_those_of_transformers(parallel: Parallel) -> None:
     _check_logits(parallel, _models(seed=1), None)
 
@@ -126,9 +122,7 @@ def test_a_configuration_that_cannot_be_built_faithfully_is_refused() -> None:
     with pytest.raises(RankError, match=r"NotImplementedError: .*rope_scaling"):
         run_ranks(Parallel(), _build, Parallel(), tiny_config("llama", tied=False, rope_scaling=scaled))
     with pytest.raises(RankError, match="ValueError: num_hidden_layers=3 does not divide by pp=2"):
-        run_ranks(
-            Parallel(pp=2), _build, Parallel(pp=2), tiny_config("llama", tied=False, num_hidden_layers=3)
-        )
+        run_ranks(Parallel(pp=2), _build, Parallel(pp=2), tiny_config("llama", tied=False, num_hidden_layers=3))
     with pytest.raises(RankError, match="ValueError: this rank has joined a job of"):
         run_ranks(Parallel(tp=2), _build, Parallel(pp=2), tiny_config("llama", tied=False))
 

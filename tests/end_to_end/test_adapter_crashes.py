@@ -1,7 +1,9 @@
-"""Does each adapter's name keep its own versions, whole and on a base that is kept, whatever is killed while adapters are pushed to several names?
+"""Does each adapter's name keep its own versions, whole and on a base that is kept, whatever is killed while adapters
+are pushed to several names?
 
-Weights and ``lora_alpha`` of a version follow from its name and step, and differ between any two. The base is pushed in the meantime, and its old versions are collected.
-``WEIGHBRIDGE_ADAPTER_KILLS`` sets the number of kills, ``WEIGHBRIDGE_SEED`` repeats a run's random numbers.
+Weights and ``lora_alpha`` of a version follow from its name and step, and differ between any two. The base is pushed in
+the meantime, and its old versions are collected. ``WEIGHBRIDGE_ADAPTER_KILLS`` sets the number of kills,
+``WEIGHBRIDGE_SEED`` repeats a run's random numbers.
 """
 
 from __future__ import annotations
@@ -64,9 +66,7 @@ class Adapter:
     def __post_init__(self) -> None:
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
         self.model = peft.get_peft_model(tiny_model(CONFIG, seed=1), config)
-        self.shapes = {
-            name: parameter.shape for name, parameter in self.model.named_parameters() if "lora_" in name
-        }
+        self.shapes = {name: parameter.shape for name, parameter in self.model.named_parameters() if "lora_" in name}
 
     def fill(self, step: int) -> None:
         """Weights and alpha of this name at a step."""
@@ -183,7 +183,9 @@ class Record:
             self._read = file.tell()
 
     def check(self, service: KillableService, again: bool = False) -> None:
-        """Check that each visible version is as pushed under its name, on a kept base, and that every acknowledged one exists."""
+        """Check that each visible version is as pushed under its name, on a kept base, and that every acknowledged one
+        exists.
+        """
         self.read()
         with EngineClient(service.address) as client:
             for name in NAMES:
@@ -254,9 +256,7 @@ def service(tmp_path: Path, lane: str) -> Iterator[KillableService]:
     """With collections; with a socket, if ranks go by the local lane."""
     socket = {"local_socket": str(tmp_path / "lane.sock")} if lane == "local" else {}
     # longer than one rank is later than the other on a machine that has other work
-    killable = KillableService(
-        tmp_path / "store", receive_timeout=20.0, collect_every=0.2, grace_seconds=2.0, **socket
-    )
+    killable = KillableService(tmp_path / "store", receive_timeout=20.0, collect_every=0.2, grace_seconds=2.0, **socket)
     yield killable
     killable.kill()
 

@@ -1,4 +1,6 @@
-"""Does an adapter that ranks of one kind have pushed come back into ranks of another kind, and from ranks that hold ranges of parameters?"""
+"""Does an adapter that ranks of one kind have pushed come back into ranks of another kind, and from ranks that hold
+ranges of parameters?
+"""
 
 from __future__ import annotations
 
@@ -78,9 +80,7 @@ def _rank(rank: int, address: str, pushed: str) -> list[dict[str, torch.Tensor]]
         for each in (filled, replicated):
             engine.pull("acme/one", 1).into(each)
         trainer.push_adapter(pushed, _sharded(seed=7), base=f"{BASE}@1", step=1).wait(timeout=60)
-    whole = [
-        {name: each.full_tensor() for name, each in tensors_of(ours).items()} for ours in (model, filled)
-    ]
+    whole = [{name: each.full_tensor() for name, each in tensors_of(ours).items()} for ours in (model, filled)]
     return [*whole, tensors_of(replicated.module)]
 
 
@@ -153,9 +153,7 @@ def test_ranks_with_different_configs_push_no_version_with_one_of_them(service: 
         model = adapted(lora_alpha=8 + rank)
         try:
             with TrainerClient(service.address) as trainer:
-                handle = trainer.push_adapter(
-                    "acme/mixed", model, base=f"{BASE}@1", step=1, rank=rank, world_size=2
-                )
+                handle = trainer.push_adapter("acme/mixed", model, base=f"{BASE}@1", step=1, rank=rank, world_size=2)
                 handle.wait(timeout=60)
         except WeighbridgeError as error:
             return error

@@ -116,9 +116,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_peft_loads_of_an_export_computes_what_was_pushed(
-    kind: str, service: Service, tmp_path: Path
-) -> None:
+def test_what_peft_loads_of_an_export_computes_what_was_pushed(kind: str, service: Service, tmp_path: Path) -> None:
     model = adapted(**KINDS[kind])
     name = f"acme/{kind.replace('_', '-')}"
     with warnings.catch_warnings():
@@ -188,9 +186,7 @@ def test_a_folder_is_imported_by_its_base_and_without_one_refused(service: Servi
         service.trainer.import_adapter("acme/other", tmp_path / "a", base=f"{BASE}@1")
 
 
-def test_an_adapter_that_is_not_of_the_base_is_refused_with_the_first_names(
-    service: Service, tmp_path: Path
-) -> None:
+def test_an_adapter_that_is_not_of_the_base_is_refused_with_the_first_names(service: Service, tmp_path: Path) -> None:
     config = tiny_config("llama", tied=False, num_hidden_layers=3, vocab_size=131)
     deeper = peft.get_peft_model(tiny_model(config, seed=1), peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(LayoutError, match="acme/smol@1 lacks 1 module of the adapter") as lacks:
@@ -222,9 +218,7 @@ def test_another_rank_needs_another_name_and_another_alpha_does_not(service: Ser
     assert json.loads((service.export("acme/ranked", tmp_path / "o") / "adapter_config.json").read_text())[
         "lora_alpha"
     ] == 16  # fmt: skip
-    with pytest.raises(
-        FailedPrecondition, match="rank, target modules and dtypes of an adapter stay"
-    ) as other:
+    with pytest.raises(FailedPrecondition, match="rank, target modules and dtypes of an adapter stay") as other:
         service.push("acme/ranked", step=3, r=8)
     assert "different model name" in other.value.fix
 
@@ -267,9 +261,7 @@ def test_engines_refuse_a_version_of_an_adapter(service: Service) -> None:
         client.pull("acme/engined", 1, TensorParallel(2, 0))
 
 
-def test_huggings_faces_client_and_peft_load_an_adapter_from_the_endpoint(
-    service: Service, tmp_path: Path
-) -> None:
+def test_huggings_faces_client_and_peft_load_an_adapter_from_the_endpoint(service: Service, tmp_path: Path) -> None:
     service.push("acme/hub")
     with endpoint_of(service.running) as endpoint:
         code = "from huggingface_hub import snapshot_download\nsay(snapshot_download('acme/hub'))"
@@ -363,8 +355,7 @@ def test_who_may_not_pull_the_base_pins_nothing_and_pins_are_bounded(tmp_path: P
     policy = policy_file(
         tmp_path,
         identity("root", ["admin"], token="root"),
-        identity("stranger", ["push:acme/alice", "pull:acme/alice"], token="stranger")
-        + "limits = {adapters = 1}\n",
+        identity("stranger", ["push:acme/alice", "pull:acme/alice"], token="stranger") + "limits = {adapters = 1}\n",
         identity("alice", ["push:acme/*", "pull:acme/*"], token="alice") + "limits = {adapters = 1}\n",
     )
     base = tmp_path / "base"
@@ -399,9 +390,7 @@ def test_commands_import_list_and_delete(service: Service, tmp_path: Path) -> No
     folder = str(tmp_path / "step-12")
     assert "--base" in run("import", folder, "acme/typed", code=1)
     assert "acme/typed@1" in run("import", folder, "acme/typed", "--base", f"{BASE}@1")
-    assert "--dtype is for weights" in run(
-        "import", folder, "acme/t", "--base", f"{BASE}@1", "--dtype", "bf16", code=1
-    )
+    assert "--dtype is for weights" in run("import", folder, "acme/t", "--base", f"{BASE}@1", "--dtype", "bf16", code=1)
     models = run("models")
     assert f"adapter on {BASE}@1" in models
     assert "acme/typed" in models.split(f"\n{BASE} ")[1]
@@ -420,9 +409,7 @@ def test_commands_import_list_and_delete(service: Service, tmp_path: Path) -> No
 def test_ranks_that_name_different_bases_are_refused_wherever_they_open(tmp_path: Path) -> None:
     def opened_at(running: RunningService, base: str) -> int:
         asked = {"step": 2, "run": "r", "ranks": 2, "request_id": "q", "client_id": base}
-        return running.service.intake.opener.open_version(
-            ALICE, **asked, said=Said(metadata={BASE_KEY: base})
-        ).number
+        return running.service.intake.opener.open_version(ALICE, **asked, said=Said(metadata={BASE_KEY: base})).number
 
     with serving(tmp_path) as service, running_service(tmp_path / "store") as second:
         service.push(ALICE)
@@ -457,9 +444,7 @@ def test_an_adapter_is_registered_by_its_first_push_and_by_one_with_another_conf
     for step, (alpha, base, registered) in enumerate([(4, 1, 1), (4, 1, 1), (4, 2, 1), (9, 2, 2), (9, 1, 2)]):
         service.push("acme/again", f"{BASE}@{base}", step=step, lora_alpha=alpha)
         assert len(asked) == registered, (step, asked)
-        found = json.loads(
-            (service.export("acme/again", tmp_path / f"{step}") / "adapter_config.json").read_text()
-        )
+        found = json.loads((service.export("acme/again", tmp_path / f"{step}") / "adapter_config.json").read_text())
         assert found["lora_alpha"] == alpha
     name = "acme/again-imported"
     for step in range(3):
@@ -467,9 +452,7 @@ def test_an_adapter_is_registered_by_its_first_push_and_by_one_with_another_conf
     assert asked.count(name) == 1
 
 
-def test_a_push_that_registers_nothing_pins_its_base_again(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_push_that_registers_nothing_pins_its_base_again(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     service.push("acme/pinned", f"{BASE}@1")
     asked = _registrations(service, monkeypatch)
     heads = service.running.service.catalog.heads

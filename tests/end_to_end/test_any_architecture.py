@@ -1,8 +1,8 @@
 """Models of types without a weight map -> service -> transformers: is every bit where it was?
 
-They are registered by the headers of their files, or by what ranks hold; no family is asked for. transformers is the independent answer:
-what it loads from a pulled folder has to be what was saved, tied copies among it. One gloo job trains all types one after the other, for
-its start takes longer than they do.
+They are registered by the headers of their files, or by what ranks hold; no family is asked for. transformers is the
+independent answer: what it loads from a pulled folder has to be what was saved, tied copies among it. One gloo job
+trains all types one after the other, for its start takes longer than they do.
 """
 
 from __future__ import annotations
@@ -120,9 +120,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
 
 
-def test_ranks_register_push_and_restore_any_type_by_what_they_hold(
-    service: RunningService, tmp_path: Path
-) -> None:
+def test_ranks_register_push_and_restore_any_type_by_what_they_hold(service: RunningService, tmp_path: Path) -> None:
     for model_type in UNMAPPED:
         unmapped_model(model_type).config.save_pretrained(tmp_path / model_type)
     results = run_ranks(2, _rank, service.address, str(tmp_path))
@@ -153,9 +151,7 @@ def test_a_model_without_a_map_is_marked_and_served_to_the_tools_of_the_hub_and_
         at = ["--server", service.address]
         imported = run.invoke(commands, ["import", str(tmp_path / "saved"), "shell/mamba", *at])
         assert imported.exit_code == 0, imported.output
-        again = run.invoke(
-            commands, ["import", str(tmp_path / "saved"), "shell/mamba", "--no-weight-map", *at]
-        )
+        again = run.invoke(commands, ["import", str(tmp_path / "saved"), "shell/mamba", "--no-weight-map", *at])
         assert again.exit_code == 0, again.output
         for command in (["models"], ["show", "shell/mamba"]):
             assert "mamba (no weight map)" in run.invoke(commands, [*command, *at]).output

@@ -51,9 +51,7 @@ def back_up(store: Path, backup: Path, heads: Path) -> None:
 def fsck(folder: Path, *options: str) -> dict[str, list[str]]:
     """The repair (``mend``) of each unrepaired finding, by model."""
     said = json.loads(CliRunner().invoke(commands, ["fsck", str(folder), *options, "--json"]).stdout)
-    return {
-        model["name"]: [f["mend"] for f in model["findings"] if not f["repaired"]] for model in said["models"]
-    }
+    return {model["name"]: [f["mend"] for f in model["findings"] if not f["repaired"]] for model in said["models"]}
 
 
 def versions_of(folder: Path) -> dict[int, bool]:

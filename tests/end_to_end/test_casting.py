@@ -188,9 +188,7 @@ def fp8(ways: Ways, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_weights_in_fp8_cannot_be_cast_on_any_way_out(
-    ways: Ways, fp8: str, tmp_path: Path, dtype: str
-) -> None:
+def test_weights_in_fp8_cannot_be_cast_on_any_way_out(ways: Ways, fp8: str, tmp_path: Path, dtype: str) -> None:
     message = r"_proj\.weight F8_E4M3\[.*\] cannot be cast to .*: its values are without their scales"
     for way in (ways.pull, ways.export):
         with pytest.raises(InvalidArgument, match=message) as caught:
@@ -205,9 +203,7 @@ def test_weights_in_fp8_cannot_be_cast_on_any_way_out(
     assert ways.exports.list() == before  # refused when it was asked for, not in the job
 
 
-def test_weights_in_fp8_go_out_as_they_are_and_parts_without_any_are_cast(
-    ways: Ways, fp8: str, tmp_path: Path
-) -> None:
+def test_weights_in_fp8_go_out_as_they_are_and_parts_without_any_are_cast(ways: Ways, fp8: str, tmp_path: Path) -> None:
     ways.engine.export(fp8, "latest", tmp_path / "hf")
     assert loaded(tmp_path / "hf")["model.layers.0.mlp.up_proj.weight"].dtype is torch.float8_e4m3fn
     norm = "model.norm.weight"

@@ -131,9 +131,7 @@ class Driver:
                     one_rank(raw, number, source, 0)
                 finally:
                     other.join()
-                self._record.saw_durable(
-                    trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=30).number
-                )
+                self._record.saw_durable(trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=30).number)
 
     def _look(self, _: random.Random) -> None:
         with TrainerClient(self._address, retry_seconds=0.1) as client:

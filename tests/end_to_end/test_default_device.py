@@ -37,9 +37,7 @@ def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningS
 
 
 @pytest.mark.parametrize("until", [None, "optimizer_step"])
-def test_the_default_device_changes_nothing(
-    service: RunningService, tmp_path: Path, until: str | None
-) -> None:
+def test_the_default_device_changes_nothing(service: RunningService, tmp_path: Path, until: str | None) -> None:
     (tmp_path / "config.json").write_text("{}")
     (module, optimizer), (other, other_optimizer) = made(0), made(1)
     state, rank_state = {"epoch": 3}, {"random": RandomStates()}
@@ -53,9 +51,7 @@ def test_the_default_device_changes_nothing(
             handle.wait(timeout=60)
             handle.training.wait(timeout=60)
             pulled = dict(engine.pull(MODEL, handle.number))
-            trainer.restore_state_dict(
-                MODEL, other, optimizer=other_optimizer, state=state, rank_state=rank_state
-            )
+            trainer.restore_state_dict(MODEL, other, optimizer=other_optimizer, state=state, rank_state=rank_state)
     for name, tensor in module.state_dict().items():
         assert same_bits(pulled[name], tensor.to(torch.bfloat16))
         assert same_bits(other.state_dict()[name], tensor)

@@ -139,9 +139,7 @@ def test_megatron_ranks_push_what_transformers_loads(place: Place) -> None:
     torchrun(place, 2, "megatron_push.py", "acme/megatron2")
     torchrun(place, 1, "megatron_push.py", "acme/megatron1")
     for name in ("acme/megatron1", "acme/megatron2"):
-        _, report = AutoModelForCausalLM.from_pretrained(
-            place.version_folder(name, 1), output_loading_info=True
-        )
+        _, report = AutoModelForCausalLM.from_pretrained(place.version_folder(name, 1), output_loading_info=True)
         assert not any(report.values())
     two = place.weights("acme/megatron2", 1)
     expected = LlamaForCausalLM(CONFIG).state_dict()
@@ -158,9 +156,7 @@ def test_a_transformers_model_answers_with_each_version_as_transformers_does(reg
     modules.append(push(registered, seed=2))
     found.append(next(answers))
     answers.close()
-    said = [
-        module.generate(script["PROMPT"], max_new_tokens=8, do_sample=False)[0].tolist() for module in modules
-    ]
+    said = [module.generate(script["PROMPT"], max_new_tokens=8, do_sample=False)[0].tolist() for module in modules]
     assert found == [(1, said[0]), (2, said[1])]
     assert said[0] != said[1]
     assert run_script("serve_transformers.py", registered, "1") == f"version 2: {said[1]}\n"
@@ -185,8 +181,7 @@ def test_an_engine_of_a_page_follows_a_ref_and_keeps_its_version_when_a_pull_fai
         assert engine.next_token(prompt) == (_next(second, prompt), 2)
         asked = " ".join(map(str, prompt)) + "\n"
         assert (
-            run_script("engine.py", registered, stdin=2 * asked)
-            == 2 * f"token {_next(second, prompt)}, by version 2\n"
+            run_script("engine.py", registered, stdin=2 * asked) == 2 * f"token {_next(second, prompt)}, by version 2\n"
         )
         engine.client = _Failing(other)
         with pytest.raises(ConnectionError):
@@ -240,6 +235,4 @@ def test_the_lines_of_the_readme_run(place: Place, tmp_path: Path, monkeypatch: 
     exec(compile(code[1], "README.md", "exec"), names)
     loaded = AutoModelForCausalLM.from_pretrained(place.version_folder("acme/smol", 1))
     expected = names["model"].state_dict()
-    assert [
-        name for name, tensor in loaded.state_dict().items() if not torch.equal(tensor, expected[name])
-    ] == []
+    assert [name for name, tensor in loaded.state_dict().items() if not torch.equal(tensor, expected[name])] == []

@@ -127,7 +127,9 @@ def test_weights_with_a_nan_that_no_rank_has_counted_are_held_once_the_service_h
 def test_what_was_live_without_having_been_counted_is_live_no_more_and_who_follows_goes_back(
     service: RunningService, engine: EngineClient, raw: RawClient, source: TinyModel
 ) -> None:
-    """A version whose rank has not counted is live between ready and verified; its followers then receive the previous version again."""
+    """A version whose rank has not counted is live between ready and verified; its followers then receive the previous
+    version again.
+    """
     watch = engine.watch(MODEL)
     raw.push_whole(MODEL, source.arrays)
     assert next(watch).number == 1
@@ -268,9 +270,7 @@ def test_metadata_is_kept_shown_and_filtered_and_ranks_do_not_contradict_each_ot
 def test_over_two_replicas_a_nan_at_one_holds_the_version_at_both(
     tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch, counted: bool
 ) -> None:
-    monkeypatch.setattr(
-        registered_model, "lay_out_files", functools.partial(lay_out_files, max_shard_bytes=20_000)
-    )
+    monkeypatch.setattr(registered_model, "lay_out_files", functools.partial(lay_out_files, max_shard_bytes=20_000))
     store, bad = tmp_path / "store", damaged(source.arrays, np.nan)
     seen: list[set[int]] = [set(), set()]
     with (
@@ -289,9 +289,7 @@ def test_over_two_replicas_a_nan_at_one_holds_the_version_at_both(
             numbers = {each.open(MODEL, ranks=2, step=step, request_id=f"push-{step}") for each in ranks}
             (number,) = numbers
             threads = [
-                threading.Thread(
-                    target=each.declare, args=(MODEL, number, layouts[rank]), kwargs={"rank": rank}
-                )
+                threading.Thread(target=each.declare, args=(MODEL, number, layouts[rank]), kwargs={"rank": rank})
                 for rank, each in enumerate(ranks)
             ]
             for thread in threads:

@@ -1,6 +1,8 @@
-"""Whole tensors that pass by -> service -> engine: does each rank's share arrive, though a tensor is gone when the next one is asked for?
+"""Whole tensors that pass by -> service -> engine: does each rank's share arrive, though a tensor is gone when the next
+one is asked for?
 
-Ranks are threads: a push has no collective of its own. Every generator overwrites what it gave before it gives the next.
+Ranks are threads: a push has no collective of its own. Every generator overwrites what it gave before it gives the
+next.
 """
 
 from __future__ import annotations
@@ -38,9 +40,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
         yield running
 
 
-def register(
-    service: RunningService, name: str, config: PretrainedConfig, folder: Path, dtype: str = "fp32"
-) -> None:
+def register(service: RunningService, name: str, config: PretrainedConfig, folder: Path, dtype: str = "fp32") -> None:
     config.save_pretrained(folder)
     with TrainerClient(service.address) as trainer:
         trainer.register_model(name, folder, dtype=dtype)
@@ -77,7 +77,9 @@ def push_all(
     hold: bool = False,
     **options: Any,
 ) -> tuple[int, list[PushReport]]:
-    """The version that ranks push together, and their reports; with ``hold`` each declares the tensors that it is given as held."""
+    """The version that ranks push together, and their reports; with ``hold`` each declares the tensors that it is given
+    as held.
+    """
 
     def push(rank: int) -> tuple[int, PushReport]:
         given = gatherings[rank]
@@ -126,14 +128,13 @@ def test_shares_of_all_ranks_are_the_model_and_nearly_equal(
 
 
 @pytest.mark.parametrize("lane", ["local", "grpc"])
-def test_ranks_that_hold_different_tensors_push_each_once(
-    service: RunningService, tmp_path: Path, lane: str
-) -> None:
+def test_ranks_that_hold_different_tensors_push_each_once(service: RunningService, tmp_path: Path, lane: str) -> None:
     name = f"tests/held-{lane}"
     config = tiny_config("qwen3_moe", tied=False)
     register(service, name, config, tmp_path)
     state = dict(tiny_model(config, seed=5).state_dict())
-    # two pipeline stages, of which the first one is on two ranks that share its experts out, and on a third one that holds nothing else
+    # two pipeline stages, of which the first one is on two ranks that share its experts out, and on a third one that
+    # holds nothing else
     first, last = (
         {key: value for key, value in state.items() if (".layers.0." in key or "embed" in key) == is_first}
         for is_first in (True, False)
@@ -212,18 +213,14 @@ def test_casts_and_non_finite_elements_are_counted_as_they_pass(
     state["model.norm.weight"] = state["model.norm.weight"].bfloat16()
     broken = state["model.layers.1.mlp.up_proj.weight"] = state["model.layers.1.mlp.up_proj.weight"].clone()
     broken[3, 5], broken[900, 0] = float("nan"), float("inf")
-    number, reports = push_all(
-        service, name, [Gathering(state), Gathering(state)], lane=lane, buffer_bytes=BUFFER
-    )
+    number, reports = push_all(service, name, [Gathering(state), Gathering(state)], lane=lane, buffer_bytes=BUFFER)
 
     found = pulled(service, name, number)
     for key, tensor in state.items():
         assert torch.equal(found[key], tensor.bfloat16()) or key == "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(found["model.layers.1.mlp.up_proj.weight"].isfinite(), broken.isfinite())
     assert sum(report.nonfinite_elements or 0 for report in reports) == 2
-    assert {key for report in reports for key, _ in report.nonfinite_tensors} == {
-        "model.layers.1.mlp.up_proj.weight"
-    }
+    assert {key for report in reports for key, _ in report.nonfinite_tensors} == {"model.layers.1.mlp.up_proj.weight"}
     assert sum(report.cast_tensors for report in reports) >= len(state) - 1
     with TrainerClient(service.address) as trainer:
         assert trainer.version(name, number).held == ("nonfinite",)
@@ -235,13 +232,9 @@ def test_stacked_experts_and_merged_gates_are_taken_apart(service: RunningServic
     state = dict(tiny_model(config, seed=5).state_dict())
     stacked = dict(state)
     for stem in sorted({key.partition(".experts.")[0] for key in state if ".experts." in key}):
-        count = len(
-            [key for key in state if key.startswith(f"{stem}.experts.") and key.endswith("down_proj.weight")]
-        )
+        count = len([key for key in state if key.startswith(f"{stem}.experts.") and key.endswith("down_proj.weight")])
         of = {
-            kind: torch.stack(
-                [stacked.pop(f"{stem}.experts.{index}.{kind}.weight") for index in range(count)]
-            )
+            kind: torch.stack([stacked.pop(f"{stem}.experts.{index}.{kind}.weight") for index in range(count)])
             for kind in ("gate_proj", "up_proj", "down_proj")
         }
         stacked[f"{stem}.experts.gate_up_proj"] = torch.cat([of["gate_proj"], of["up_proj"]], dim=1)
@@ -253,9 +246,7 @@ def test_stacked_experts_and_merged_gates_are_taken_apart(service: RunningServic
     assert all(torch.equal(found[key], tensor) for key, tensor in state.items())
 
 
-def test_a_head_that_is_the_embedding_may_be_given_and_another_may_not(
-    service: RunningService, tmp_path: Path
-) -> None:
+def test_a_head_that_is_the_embedding_may_be_given_and_another_may_not(service: RunningService, tmp_path: Path) -> None:
     config = tiny_config("qwen3", tied=True, **LARGE)
     register(service, "tests/tied", config, tmp_path)
     state = dict(tiny_model(config, seed=5).state_dict())
@@ -353,9 +344,7 @@ def test_a_version_that_ends_midway_ends_the_push_and_all_is_still_taken(
     gathering = Aborting(state)
     with TrainerClient(service.address, lane="grpc") as trainer:
         with pytest.raises(VersionFailed, match="enough"):
-            trainer.push_gathered(name, gathering, step=1, rank=0, world_size=1, buffer_bytes=BUFFER).wait(
-                timeout=60
-            )
+            trainer.push_gathered(name, gathering, step=1, rank=0, world_size=1, buffer_bytes=BUFFER).wait(timeout=60)
         assert gathering.given == len(state)
         handle = trainer.push_gathered(name, Gathering(state), step=2, rank=0, world_size=1)
         assert torch.equal(

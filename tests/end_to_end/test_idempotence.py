@@ -95,9 +95,7 @@ def at_once(count: int, work: Any) -> list[Any]:
 # -- repeats -------------------------------------------------------------------------------------------------------------
 
 
-def test_one_request_opens_one_version_however_often_it_comes(
-    running: RunningService, raw: RawClient
-) -> None:
+def test_one_request_opens_one_version_however_often_it_comes(running: RunningService, raw: RawClient) -> None:
     clients = [RawClient(running.address) for _ in range(8)]
     numbers = at_once(8, lambda i: clients[i].open(MODEL, request_id="r/1"))
     assert set(numbers) == {numbers[0]}
@@ -308,9 +306,7 @@ def test_a_pull_that_a_restart_interrupts_goes_on_where_it_broke(tmp_path: Path)
             service.kill()
             service.start()
             received += stream
-            assert b"".join(received) == stream_of(
-                big.arrays, pull.layout, range(len(pull.layout.placements))
-            )
+            assert b"".join(received) == stream_of(big.arrays, pull.layout, range(len(pull.layout.placements)))
     finally:
         service.kill()
 
@@ -341,9 +337,7 @@ def offsets(total: int) -> list[int]:
         FullTensors(),
         FullTensors(("model.norm.weight", EMBEDDING)),
         TensorParallel(2, 1),
-        Boxes(
-            [(EMBEDDING, (3, 5), (70, 13)), ("model.norm.weight", (1,), (2,)), (EMBEDDING, (0, 31), (128, 1))]
-        ),
+        Boxes([(EMBEDDING, (3, 5), (70, 13)), ("model.norm.weight", (1,), (2,)), (EMBEDDING, (0, 31), (128, 1))]),
     ],
     ids=["all", "some", "tensor-parallel", "boxes"],
 )
@@ -417,8 +411,7 @@ def test_engines_that_pull_while_versions_come_get_each_exactly_one_of_them(
     """Each version is filled with its step: a byte of another one would show."""
     hidden = 2048  # several messages
     folders = {
-        step: tiny_folder(tmp_path / str(step), constant=float(step), hidden_size=hidden)
-        for step in range(1, 13)
+        step: tiny_folder(tmp_path / str(step), constant=float(step), hidden_size=hidden) for step in range(1, 13)
     }
     model = "acme/constants"
     trainer.register_files(model, folders[1].files)

@@ -1,4 +1,6 @@
-"""LoRA with peft on ranks that share the model by FSDP2: is what is pushed what peft would merge in one process, and does a training state come back?"""
+"""LoRA with peft on ranks that share the model by FSDP2: is what is pushed what peft would merge in one process, and
+does a training state come back?
+"""
 
 from __future__ import annotations
 

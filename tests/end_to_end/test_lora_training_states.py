@@ -1,4 +1,5 @@
-"""Training states of models with peft's adapters: does training go on as if it had not stopped, and are weights merged for engines alone?
+"""Training states of models with peft's adapters: does training go on as if it had not stopped, and are weights merged
+for engines alone?
 
 What is right is a run that never stopped, and peft's own ``merge_and_unload`` of a copy.
 """
@@ -98,9 +99,7 @@ def test_a_state_fits_the_adapters_that_it_has_and_says_how_a_module_gets_them()
         kept.fill(torch_fit(bare, None))
     assert "get_peft_model" in refused.value.fix
 
-    with pytest.raises(
-        LayoutError, match="has the adapters 'default', and the module has 'other'"
-    ) as refused:
+    with pytest.raises(LayoutError, match="has the adapters 'default', and the module has 'other'") as refused:
         kept.fill(torch_fit(adapted(adapter_name="other")[0], None))
     assert "adapter_name=" in refused.value.fix
 

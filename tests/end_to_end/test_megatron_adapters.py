@@ -1,4 +1,6 @@
-"""Is an adapter of Megatron-core ranks, however they are cut, the one folder that peft loads to compute what they compute?"""
+"""Is an adapter of Megatron-core ranks, however they are cut, the one folder that peft loads to compute what they
+compute?
+"""
 
 from __future__ import annotations
 
@@ -113,8 +115,7 @@ def test_ranks_of_any_cut_push_one_folder_that_computes_the_same_in_peft(
         for kind in KINDS:
             folder = exported(service, f"{base.name}-{kind}", tmp_path / f"{kind}-{cut}")
             found = {
-                each: (folder / each).read_bytes()
-                for each in ("adapter_config.json", "adapter_model.safetensors")
+                each: (folder / each).read_bytes() for each in ("adapter_config.json", "adapter_model.safetensors")
             }
             if not cut:
                 first[kind] = found
@@ -145,9 +146,7 @@ def test_experts_adapters_are_one_folder_however_the_experts_are_spread(
 ) -> None:
     base, files = bases["qwen3_moe"], set()
     for cut, parallel in enumerate(EXPERT_CUTS):
-        ranks = run_ranks(
-            parallel, _expert_rank, service.address, f"experts-{cut}", parallel, base.name, base.config
-        )
+        ranks = run_ranks(parallel, _expert_rank, service.address, f"experts-{cut}", parallel, base.name, base.config)
         folder = exported(service, f"{base.name}-experts", tmp_path / str(cut))
         files.add((folder / "adapter_model.safetensors").read_bytes())
         if (
@@ -157,9 +156,7 @@ def test_experts_adapters_are_one_folder_however_the_experts_are_spread(
         computed = log_probabilities(base, folder)
         assert all(torch.allclose(torch.log_softmax(each, -1), computed, atol=TOLERANCE) for each in ranks)
     assert len(files) == 1
-    assert any(
-        ".experts.7.down_proj.lora_B." in name for name in load_file(folder / "adapter_model.safetensors")
-    )
+    assert any(".experts.7.down_proj.lora_B." in name for name in load_file(folder / "adapter_model.safetensors"))
 
 
 def _restoring_rank(
@@ -201,9 +198,7 @@ def test_a_version_is_restored_into_ranks_that_are_cut_otherwise(
             assert all(same)
 
 
-def _pushing_rank(
-    rank: int, address: str, base: str, config: PretrainedConfig, model: str, canonical: bool
-) -> None:
+def _pushing_rank(rank: int, address: str, base: str, config: PretrainedConfig, model: str, canonical: bool) -> None:
     held = build_model(config, Parallel(tp=2))
     add_lora(held, canonical=canonical)
     with TrainerClient(address) as trainer:
@@ -271,7 +266,9 @@ def test_what_is_no_lora_on_a_base_with_a_weight_map_is_refused(
 
 
 def _failing_rank(rank: int, address: str, base: str, config: PretrainedConfig) -> tuple[str, str]:
-    """One push that the second rank cannot make, one that it does not join, and one after both; the errors of the first two."""
+    """One push that the second rank cannot make, one that it does not join, and one after both; the errors of the first
+    two.
+    """
     model = build_model(config, Parallel(tp=2))
     add_lora(model)
     with TrainerClient(address) as trainer:

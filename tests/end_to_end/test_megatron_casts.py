@@ -1,7 +1,8 @@
-"""Are tensors of Megatron-core ranks that are of another dtype than the model's cast as torch casts them, both ways, as those of torch trainers are?
+"""Are tensors of Megatron-core ranks that are of another dtype than the model's cast as torch casts them, both ways, as
+those of torch trainers are?
 
-Megatron-core keeps norms, routers or all of a model in float32 beside bf16 if so configured. The ranks hold what Megatron-core would
-hold, by its own `ShardedTensor`.
+Megatron-core keeps norms, routers or all of a model in float32 beside bf16 if so configured. The ranks hold what
+Megatron-core would hold, by its own `ShardedTensor`.
 """
 
 from __future__ import annotations
@@ -93,9 +94,7 @@ def narrow(held: list[Held]) -> list[Held]:
 
 
 @pytest.mark.parametrize("lane", ["local", "grpc"])
-def test_wide_tensors_are_pushed_as_torch_casts_them(
-    service: RunningService, source: Source, lane: str
-) -> None:
+def test_wide_tensors_are_pushed_as_torch_casts_them(service: RunningService, source: Source, lane: str) -> None:
     step = 10 + ["local", "grpc"].index(lane)
     handles = push(service, source.held, step, lane)
     expected = push(service, narrow(source.held), step + 100, lane)
@@ -132,9 +131,7 @@ def test_a_training_state_keeps_the_dtypes_that_ranks_have(service: RunningServi
 
 
 @pytest.mark.parametrize("cast", ["never", "exact"])
-def test_casts_can_be_refused_as_those_of_torch_trainers(
-    service: RunningService, source: Source, cast: str
-) -> None:
+def test_casts_can_be_refused_as_those_of_torch_trainers(service: RunningService, source: Source, cast: str) -> None:
     with TrainerClient(service.address) as trainer, pytest.raises(LayoutError) as refused:
         trainer.push(MODEL, shards_of(source.held, Grid(), 0), step=40, rank=0, world_size=1, cast=cast)
     assert "norm" in str(refused.value)
@@ -143,8 +140,7 @@ def test_casts_can_be_refused_as_those_of_torch_trainers(
 
 def test_what_is_no_number_of_this_kind_is_not_cast(service: RunningService, source: Source) -> None:
     held = [
-        replace(each, data=each.data.to(torch.int32)) if "final_layernorm" in each.key else each
-        for each in source.held
+        replace(each, data=each.data.to(torch.int32)) if "final_layernorm" in each.key else each for each in source.held
     ]
     with TrainerClient(service.address) as trainer, pytest.raises(LayoutError, match="not cast"):
         trainer.push(MODEL, shards_of(held, Grid(), 0), step=50, rank=0, world_size=1)

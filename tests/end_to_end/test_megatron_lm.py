@@ -1,4 +1,6 @@
-"""Does Megatron-LM's own ``--load`` take what is exported, and is what it saves itself imported? Skipped without a checkout of it."""
+"""Does Megatron-LM's own ``--load`` take what is exported, and is what it saves itself imported? Skipped without a
+checkout of it.
+"""
 
 from __future__ import annotations
 
@@ -70,9 +72,7 @@ def _restore(rank: int, case: Case, address: str, number: int) -> tuple[Any, Any
     theirs = MegatronLM(training)
     state: dict[str, Any] = {"opt_param_scheduler": theirs.scheduler, "iteration": 0, "args": None}
     with TrainerClient(address) as trainer:
-        trainer.restore(
-            MODEL, training.sharded_state_dict(), version=number, optimizer=training.optimizer, state=state
-        )
+        trainer.restore(MODEL, training.sharded_state_dict(), version=number, optimizer=training.optimizer, state=state)
     samples = state["args"]["consumed_train_samples"]
     return training.own_state(), (state["iteration"], theirs.scheduler.num_steps, samples)
 
@@ -82,9 +82,7 @@ def _restore(rank: int, case: Case, address: str, number: int) -> tuple[Any, Any
     [
         pytest.param(Case(Parallel(tp=2), Parallel(pp=2), distributed=False), id="plain"),
         pytest.param(Case(Parallel(tp=2, dp=2), Parallel(dp=2), distributed=True), id="distributed"),
-        pytest.param(
-            Case(Parallel(dp=2), Parallel(dp=2), distributed=True), id="distributed, the same ranks"
-        ),
+        pytest.param(Case(Parallel(dp=2), Parallel(dp=2), distributed=True), id="distributed, the same ranks"),
     ],
 )
 def test_megatron_lm_loads_what_is_exported_and_what_it_saved_is_imported(case: Case, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Does training with Megatron's distributed optimizer on GPUs resume bit for bit, with all the state that Megatron itself would save?
+"""Does training with Megatron's distributed optimizer on GPUs resume bit for bit, with all the state that Megatron
+itself would save?
 
 One process for each GPU, over NCCL. All GPUs are used; with one, nothing is cut.
 """
@@ -35,9 +36,7 @@ pytestmark = [
         not torch.cuda.is_available(),
         reason="there is no GPU: Megatron's optimizers without their CPU replacements need one",
     ),
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron.core") is None, reason="megatron-core is not installed"
-    ),
+    pytest.mark.skipif(importlib.util.find_spec("megatron.core") is None, reason="megatron-core is not installed"),
 ]
 GPUS = max(1, torch.cuda.device_count())
 SEVERAL = pytest.mark.skipif(GPUS == 1, reason="there is one GPU only")
@@ -47,9 +46,7 @@ CUT = Case("llama", Parallel(tp=GPUS), True, lane="grpc")
 EXPERTS = Case("qwen3_moe", Parallel(dp=GPUS, ep=GPUS), True, "float32")
 
 
-def _on_gpu(
-    parallel: Parallel, rank: int, store_path: str, fn: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
+def _on_gpu(parallel: Parallel, rank: int, store_path: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Run a function on one rank with its own GPU, with no part of Megatron replaced."""
     import torch.distributed as dist
     from megatron.core import parallel_state

@@ -1,4 +1,6 @@
-"""Does training of Megatron-core models go on from a training state: to the bit on as many ranks, with all of it at another parallelism?"""
+"""Does training of Megatron-core models go on from a training state: to the bit on as many ranks, with all of it at
+another parallelism?
+"""
 
 from __future__ import annotations
 

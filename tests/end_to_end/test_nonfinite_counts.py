@@ -1,6 +1,7 @@
 """Do ranks count elements that are not finite exactly as the service does, for every kind of push and lane?
 
-NaN and infinities are at random places of shards, including padding. The service counts the received elements when it verifies a version.
+NaN and infinities are at random places of shards, including padding. The service counts the received elements when it
+verifies a version.
 """
 
 from __future__ import annotations
@@ -96,9 +97,7 @@ def push_as_ranks(
             def source(indexes: Sequence[int], stream: Layout) -> ShardSource:
                 return TensorSource(StagingPool(), stream, [tensors[i] for i in indexes])
 
-            return clients[rank].push_shards(
-                model, layout, space, source, step=step, rank=rank, world_size=len(shards)
-            )
+            return clients[rank].push_shards(model, layout, space, source, step=step, rank=rank, world_size=len(shards))
 
         with ThreadPoolExecutor(len(shards)) as pool:
             return reports_of(list(pool.map(push, range(len(shards)))))
@@ -122,9 +121,7 @@ def test_megatron_ranks_count_what_they_push_without_padding(
     with TrainerClient(service.address) as trainer:
         trainer.register_model(name, folder)
         layouts = [
-            trainer.describe_shards(name, MegatronRank(tp=(tp, 4), pp=(pp, 2)))
-            for pp in range(2)
-            for tp in range(4)
+            trainer.describe_shards(name, MegatronRank(tp=(tp, 4), pp=(pp, 2))) for pp in range(2) for tp in range(4)
         ]
     shards = []
     for layout in layouts:
@@ -134,9 +131,7 @@ def test_megatron_ranks_count_what_they_push_without_padding(
             if "word_embeddings" in placement.shard.tensor or "output_layer" in placement.shard.tensor:
                 tensor[max(TOKENS - placement.shard.box.offset[0], 0) :] = float("nan")
         shards.append((layout, tensors))
-    reports, found = push_as_ranks(
-        service, name, lane, shards, TensorSpace.MEGATRON, step=chance.randrange(1 << 30)
-    )
+    reports, found = push_as_ranks(service, name, lane, shards, TensorSpace.MEGATRON, step=chance.randrange(1 << 30))
     assert found > 0
     assert sum(report.nonfinite_elements for report in reports) == found
     for report in reports:
@@ -146,22 +141,15 @@ def test_megatron_ranks_count_what_they_push_without_padding(
 
 def test_embeddings_that_a_checkpoint_has_twice_count_twice(service: RunningService, tmp_path: Path) -> None:
     """As the service finds them in the files."""
-    config = tiny_config(
-        "deepseek_v3", tied=False, vocab_size=TOKENS, num_hidden_layers=2, num_nextn_predict_layers=1
-    )
+    config = tiny_config("deepseek_v3", tied=False, vocab_size=TOKENS, num_hidden_layers=2, num_nextn_predict_layers=1)
     with TrainerClient(service.address) as trainer:
         trainer.register_files("tests/mtp", {"config.json": config.to_json_string().encode()}, "bf16", ())
-        layouts = [
-            trainer.describe_shards("tests/mtp", MegatronRank(tp=(tp, 2), ep=(tp, 2))) for tp in range(2)
-        ]
+        layouts = [trainer.describe_shards("tests/mtp", MegatronRank(tp=(tp, 2), ep=(tp, 2))) for tp in range(2)]
     for step, lane in enumerate(LANES):
         shards = []
         for layout in layouts:
             dtypes = [layout.tensors[p.shard.tensor].dtype.torch for p in layout.placements]
-            tensors = [
-                torch.ones(p.shard.box.extent, dtype=d)
-                for p, d in zip(layout.placements, dtypes, strict=True)
-            ]
+            tensors = [torch.ones(p.shard.box.extent, dtype=d) for p, d in zip(layout.placements, dtypes, strict=True)]
             for tensor, placement in zip(tensors, layout.placements, strict=True):
                 if "word_embeddings" in placement.shard.tensor:
                     tensor[:2, 0] = float("inf")
@@ -187,9 +175,7 @@ def test_replicas_are_counted_by_the_rank_that_pushes_them(
         boxes = [p.shard for p in layout.placements]
         tensors = [
             torch.from_numpy(
-                arrays[s.tensor][
-                    tuple(slice(o, o + n) for o, n in zip(s.box.offset, s.box.extent, strict=True))
-                ].copy()
+                arrays[s.tensor][tuple(slice(o, o + n) for o, n in zip(s.box.offset, s.box.extent, strict=True))].copy()
             )
             for s in boxes
         ]
@@ -225,9 +211,7 @@ def test_a_state_dict_is_counted_as_it_arrives(
         with caplog.at_level(logging.WARNING, "weighbridge._clients.pushing"):
             reports, found = reports_of([trainer.push_state_dict(name, weights, step=hash(lane) % 1000)])
     [report] = reports
-    assert (
-        found == report.nonfinite_elements == sum(expected.values()) == (1 if dtype == torch.float32 else 4)
-    )
+    assert found == report.nonfinite_elements == sum(expected.values()) == (1 if dtype == torch.float32 else 4)
     assert dict(report.nonfinite_tensors) == {key: count for key, count in expected.items() if count}
     by_rank = (record for record in caplog.records if record.name == "weighbridge._clients.pushing")
     [line] = [record.getMessage() for record in by_rank]
@@ -282,9 +266,7 @@ class UncountedSource(TensorSource):
         super().write(*arguments)
 
 
-def test_a_source_that_does_not_count_is_pushed_and_says_no_number(
-    service: RunningService, tmp_path: Path
-) -> None:
+def test_a_source_that_does_not_count_is_pushed_and_says_no_number(service: RunningService, tmp_path: Path) -> None:
     config = tiny_config("llama", tied=False, vocab_size=TOKENS, num_hidden_layers=1)
     weights = weights_of(config, torch.float32)
     layout = rows_layout({name: tensor.numpy() for name, tensor in weights.items()}, 0, 1)

@@ -1,4 +1,6 @@
-"""Does an adapter from the service compute, on the base that it names or in a model that is there, what peft makes of its folder?"""
+"""Does an adapter from the service compute, on the base that it names or in a model that is there, what peft makes of
+its folder?
+"""
 
 from __future__ import annotations
 
@@ -96,9 +98,7 @@ def test_one_of_several_adapters_is_filled_and_ddp_and_compiled_models_are_looke
     assert torch.equal(log_probabilities(model), log_probabilities(adapted()))
 
 
-def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(
-    service: Service, engine: EngineClient
-) -> None:
+def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(service: Service, engine: EngineClient) -> None:
     service.push("acme/fits", lora_alpha=3)
 
     def refused(model: Any, kind: type[Exception]) -> Any:
@@ -139,8 +139,7 @@ def test_an_adapter_comes_with_its_base_and_computes_as_peft_makes_it_of_the_fol
     expected = by_peft(service, service.export("acme/whole", tmp_path / "1"))
     assert torch.equal(log_probabilities(model), log_probabilities(expected))
     own, theirs = (
-        {name: parameter.requires_grad for name, parameter in each.named_parameters()}
-        for each in (model, expected)
+        {name: parameter.requires_grad for name, parameter in each.named_parameters()} for each in (model, expected)
     )
     assert own == theirs
 
@@ -154,9 +153,7 @@ def test_an_adapter_comes_with_its_base_and_computes_as_peft_makes_it_of_the_fol
     expected = by_peft(service, service.export("acme/whole", tmp_path / "2"))
     assert torch.equal(log_probabilities(model), log_probabilities(expected))
     service.trainer.push_adapter("acme/whole", changed, base=f"{BASE}@3", step=3).wait(timeout=60)
-    with pytest.raises(
-        FailedPrecondition, match=f"acme/whole@3 is on {BASE}@3, and this model is {BASE}@2"
-    ) as refused:
+    with pytest.raises(FailedPrecondition, match=f"acme/whole@3 is on {BASE}@3, and this model is {BASE}@2") as refused:
         update(model, 3)
     assert "from_weighbridge" in refused.value.fix
 

@@ -92,7 +92,5 @@ def test_all_ranks_push_or_none_does_and_none_waits_longer_than_it_allows(tmp_pa
     assert "rank 1" in first["alone"][1]
     assert second["alone"][0] == "VersionFailed"
     assert first["states"] == second["states"] == (6, 6)
-    assert all(
-        each[2] for found in (first, second) for name, each in found.items() if each and name != "states"
-    )
+    assert all(each[2] for found in (first, second) for name, each in found.items() if each and name != "states")
     assert pushed == {1, 4, 6}

@@ -1,4 +1,5 @@
-"""Pushes whose copies are begun before it is known where they go: is what arrives what the trainer held, although it changed it at once?
+"""Pushes whose copies are begun before it is known where they go: is what arrives what the trainer held, although it
+changed it at once?
 
 Copies made in this process when it pushed are the independent answer.
 """
@@ -60,9 +61,7 @@ def test_what_is_changed_as_soon_as_a_push_returns_arrives_as_it_was(client: Tra
     module, optimizer = trainer()
     pushed = {}
     for step in range(4):
-        handle = client.push_state_dict(
-            MODEL, module, step=step, optimizer=optimizer, state={"at": "x" * step}
-        )
+        handle = client.push_state_dict(MODEL, module, step=step, optimizer=optimizer, state={"at": "x" * step})
         assert handle.copied(timeout=0)
         pushed[handle.number] = deepcopy((module.state_dict(), optimizer.state_dict()))
         with torch.no_grad():
@@ -80,9 +79,7 @@ def test_what_is_changed_as_soon_as_a_push_returns_arrives_as_it_was(client: Tra
         assert all(same_bits(tensor, held[name]) for name, tensor in module.state_dict().items())
         own = optimizer.state_dict()["state"]
         assert all(
-            same_bits(own[index][name], value)
-            for index, of in state["state"].items()
-            for name, value in of.items()
+            same_bits(own[index][name], value) for index, of in state["state"].items() for name, value in of.items()
         )
 
 

@@ -142,9 +142,7 @@ def test_a_push_that_fails_keeps_no_step(client: TrainerClient) -> None:
         client.push_state_dict(MODEL, nn.Linear(3, 3), step=1, until=trainer.optimizer)
     client.delete_model(MODEL)
     with pytest.raises(errors.NotFound):
-        client.push_state_dict(
-            MODEL, trainer.module, step=2, optimizer=trainer.optimizer, until="optimizer_step"
-        )
+        client.push_state_dict(MODEL, trainer.module, step=2, optimizer=trainer.optimizer, until="optimizer_step")
     trainer.train()
 
 
@@ -255,9 +253,7 @@ def test_what_something_else_may_change_is_copied_once_for_weights_and_training_
     trainer, gate = Trainer(), StepGate()
     frozen = torch.nn.Parameter(torch.ones(1000), requires_grad=False)
     copies = gate.until(trainer.optimizer, None)
-    layout = Layout.stream(
-        [TensorSpec("frozen", dtypes.parse("f32"), (1000,))], [Shard("frozen", Box.whole((1000,)))]
-    )
+    layout = Layout.stream([TensorSpec("frozen", dtypes.parse("f32"), (1000,))], [Shard("frozen", Box.whole((1000,)))])
     read = []
     for _ in range(2):
         source, copying = copies.source([frozen], StagingPool())
@@ -290,8 +286,6 @@ def test_a_push_that_is_interrupted_when_its_thread_has_begun_gives_its_slot_bac
             client.push_state_dict(MODEL, trainer.module, step=2)
     assert len(started) == 1
     slots = client._pushes.pusher._slots
-    assert [slots.acquire(blocking=False) for _ in range(_PUSHES_AT_ONCE + 1)] == [True] * _PUSHES_AT_ONCE + [
-        False
-    ]
+    assert [slots.acquire(blocking=False) for _ in range(_PUSHES_AT_ONCE + 1)] == [True] * _PUSHES_AT_ONCE + [False]
     slots.release(_PUSHES_AT_ONCE)
     client.push_state_dict(MODEL, trainer.module, step=3).wait("ready", timeout=60)

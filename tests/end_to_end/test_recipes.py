@@ -70,9 +70,7 @@ class _Dataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {name: tensor[index % 2] for name, tensor in _batches()[index // 2].items()}
 
 
-def test_lora_pushes_what_is_merged_and_goes_on_with_its_adapters(
-    service: RunningService, hf_dir: Path
-) -> None:
+def test_lora_pushes_what_is_merged_and_goes_on_with_its_adapters(service: RunningService, hf_dir: Path) -> None:
     batches = [*_batches(), *_batches()]
 
     def runs(name: str, loader: list[dict[str, Tensor]]) -> Any:
@@ -166,7 +164,9 @@ def test_a_push_that_fails_harms_training_only_if_it_shall(
 
 
 def _shared_trainings(rank: int, address: str, folder: Path) -> dict[str, tuple[int, dict[str, Tensor]]]:
-    """The last step that callbacks on two ranks have pushed, and what was trained then: by Trainer under DDP, and of an FSDP2 module."""
+    """The last step that callbacks on two ranks have pushed, and what was trained then: by Trainer under DDP, and of an
+    FSDP2 module.
+    """
     from transformers import Trainer, TrainerControl, TrainerState
     from transformers.trainer_callback import CallbackHandler
 
@@ -197,7 +197,9 @@ def _shared_trainings(rank: int, address: str, folder: Path) -> dict[str, tuple[
 
 
 def test_the_callback_on_ranks_that_share_the_model(service: RunningService, tmp_path: Path) -> None:
-    """accelerate has FSDP on GPUs only: here fully_shard cuts the model, and transformers' own handler calls the callback."""
+    """accelerate has FSDP on GPUs only: here fully_shard cuts the model, and transformers' own handler calls the
+    callback.
+    """
     ranks = run_ranks(2, _shared_trainings, service.address, tmp_path)
     for way, dtype in (("ddp", torch.float32), ("fsdp", torch.bfloat16)):
         step, expected = ranks[0][way]

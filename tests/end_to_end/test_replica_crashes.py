@@ -99,9 +99,7 @@ def test_a_replica_killed_in_mid_push_costs_at_most_that_version_and_the_step_ca
         source = pushed[crash] = chance.choice(sources)
         victim = chance.choice(services)
 
-        def kill_and_start(
-            victim: KillableService = victim, after: float = chance.uniform(0, LONGEST_LIFE)
-        ) -> None:
+        def kill_and_start(victim: KillableService = victim, after: float = chance.uniform(0, LONGEST_LIFE)) -> None:
             time.sleep(after)
             victim.kill()
             time.sleep(chance.choice([0.0, 0.5, 4.0]))

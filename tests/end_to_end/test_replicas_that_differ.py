@@ -44,11 +44,7 @@ def test_ranks_with_different_bytes_are_refused_by_name_and_later_pushes_go_on(
 
     def push(rank: int, state: dict[str, Tensor], step: int) -> Version | WeighbridgeError:
         try:
-            return (
-                trainers[rank]
-                .push_state_dict(MODEL, state, step=step, rank=rank, world_size=WORLD)
-                .wait(timeout=60)
-            )
+            return trainers[rank].push_state_dict(MODEL, state, step=step, rank=rank, world_size=WORLD).wait(timeout=60)
         except WeighbridgeError as error:
             return error
 

@@ -1,7 +1,9 @@
-"""Do two replicas over one store go from the last release to this one and back, one after the other, unnoticed by clients?
+"""Do two replicas over one store go from the last release to this one and back, one after the other, unnoticed by
+clients?
 
-`make test-rolling` runs it, with the last tag as ``WEIGHBRIDGE_RELEASE``, or with any other commit that it is given. Services, trainers and
-engines of that release run from its wheel, those of this one from the wheel of what is committed here.
+`make test-rolling` runs it, with the last tag as ``WEIGHBRIDGE_RELEASE``, or with any other commit that it is given.
+Services, trainers and engines of that release run from its wheel, those of this one from the wheel of what is committed
+here.
 """
 
 from __future__ import annotations
@@ -25,9 +27,7 @@ from weighbridge import EngineClient, Unavailable
 LAST = os.environ.get("WEIGHBRIDGE_RELEASE")
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.skipif(
-        not LAST, reason="no last release: `make test-rolling` names it in WEIGHBRIDGE_RELEASE"
-    ),
+    pytest.mark.skipif(not LAST, reason="no last release: `make test-rolling` names it in WEIGHBRIDGE_RELEASE"),
 ]
 LEAST = 3
 """Versions of each trainer, and of each engine, between two changes of a replica."""
@@ -217,12 +217,9 @@ def test_replicas_go_to_this_release_and_back_under_pushes_and_pulls_and_no_vers
             pushed = cluster.trainers[2 * index].versions
             # no step was pushed twice, none is missing, and numbers rise with steps
             assert [version["step"] for version in pushed] == list(range(1, len(pushed) + 1))
-            assert [version["number"] for version in pushed] == sorted(
-                {version["number"] for version in pushed}
-            )
+            assert [version["number"] for version in pushed] == sorted({version["number"] for version in pushed})
             told = [
-                _cli(release, "versions", cluster.model(index), "--server", cluster.servers(0))
-                for release in releases
+                _cli(release, "versions", cluster.model(index), "--server", cluster.servers(0)) for release in releases
             ]
             assert told[0] == told[1]
         for replica in cluster.replicas:
@@ -238,7 +235,5 @@ def test_replicas_go_to_this_release_and_back_under_pushes_and_pulls_and_no_vers
 
 
 def _cli(release: Release, *arguments: str) -> object:
-    done = subprocess.run(
-        release.command(*arguments, "--json"), capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run(release.command(*arguments, "--json"), capture_output=True, text=True, check=True, timeout=60)
     return json.loads(done.stdout)

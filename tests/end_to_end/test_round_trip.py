@@ -1,7 +1,7 @@
 """HF -> service -> Megatron ranks -> push -> HF: is every bit where it belongs, at every parallelism?
 
-The ranks change every weight before they push, so that nothing left over in a reused image could pass for pushed. A job runs every
-family, one after the other, for its start takes longer than they do.
+The ranks change every weight before they push, so that nothing left over in a reused image could pass for pushed. A job
+runs every family, one after the other, for its start takes longer than they do.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ class Imported:
 
 
 @pytest.fixture(scope="module")
-def models(
-    service: RunningService, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, bool], Imported]:
+def models(service: RunningService, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Imported]:
     """Every family's model."""
     found = {}
     with TrainerClient(service.address) as trainer:
@@ -190,10 +188,7 @@ def test_tensor_parallel_slices_are_those_of_the_models_own_plan(
     original = imported.model
     state = _weights(original)
     with EngineClient(service.address) as engine:
-        ranks = [
-            dict(engine.pull(imported.name, imported.number, TensorParallel(size, rank)))
-            for rank in range(size)
-        ]
+        ranks = [dict(engine.pull(imported.name, imported.number, TensorParallel(size, rank))) for rank in range(size)]
     for key, whole in state.items():
         found = [rank[key] for rank in ranks]
         module = key.rpartition(".")[0].rpartition(".")[2]

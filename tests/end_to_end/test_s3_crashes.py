@@ -71,7 +71,8 @@ class World:
             self.service.start()
 
     def history(self) -> History:
-        """The history in the store; retries, because a store answers 500 after its start until it has found its volumes.
+        """The history in the store; retries, because a store answers 500 after its start until it has found its
+        volumes.
 
         The whole history is read before this returns.
         """
@@ -139,9 +140,7 @@ def test_a_killed_service_or_store_loses_no_durable_version_tears_none_and_leaks
         driver.stop()
         check(world, record, checked)
         tag(world, record, chance)
-        print(
-            f"crash {crash + 1} ({victim}): {len(checked)} of {len(record.source_of)} versions seen durable"
-        )
+        print(f"crash {crash + 1} ({victim}): {len(checked)} of {len(record.source_of)} versions seen durable")
     leave_nothing_behind(world, record, sources)
 
 
@@ -162,9 +161,7 @@ def leave_nothing_behind(world: World, record: Record, sources: list[TinyModel])
             handle = trainer.push_folder(MODEL, source.folder)
             record.opened(handle.number, source)
             assert handle.wait(timeout=60).state is VersionState.DURABLE
-        deadline = (
-            time.monotonic() + 180
-        )  # open versions of dead services end by themselves, after two minutes
+        deadline = time.monotonic() + 180  # open versions of dead services end by themselves, after two minutes
         while True:
             trainer.collect(MODEL)
             history = world.history()

@@ -32,7 +32,9 @@ assert peft
 
 @dataclass
 class Tenants:
-    """A service with a base of two versions, on which alice and bob have an adapter each; the base's owner may look at none of them."""
+    """A service with a base of two versions, on which alice and bob have an adapter each; the base's owner may look at
+    none of them.
+    """
 
     running: RunningService
     url: str

@@ -1,7 +1,8 @@
 """Do services keep their promises while the way to their store is bad?
 
-Two replicas of the service over one store, which they reach through a proxy that spoils requests. Trainers push to either and to both,
-tags are set, versions are collected. Then the way is good again, and what is in the store is read without them.
+Two replicas of the service over one store, which they reach through a proxy that spoils requests. Trainers push to
+either and to both, tags are set, versions are collected. Then the way is good again, and what is in the store is read
+without them.
 
 ``WEIGHBRIDGE_SERVICE_FAULTS=500`` makes as many random runs; ``WEIGHBRIDGE_SEED`` chooses the first one's seed.
 """
@@ -192,7 +193,9 @@ def test_no_version_is_torn_lost_or_leaked_on_a_bad_way_to_the_store(
 
 
 def check(place: Place, name: ModelName, record: Record) -> None:
-    """Check that each listed version is whole and as pushed, and that a durable one is there unless `KEPT` newer ones exist."""
+    """Check that each listed version is whole and as pushed, and that a durable one is there unless `KEPT` newer ones
+    exist.
+    """
     history = stored(place.honest, name)
     versions = history.versions()
     for number in record.durable - versions.keys():
@@ -205,9 +208,7 @@ def check(place: Place, name: ModelName, record: Record) -> None:
         except WeighbridgeError:
             assert stored(place.honest, name).durable(number) is None, f"version {number} cannot be read"
             continue
-        pushed = {
-            n: xxhash.xxh3_128_hexdigest(a.tobytes()) for n, a in record.source_of[number].arrays.items()
-        }
+        pushed = {n: xxhash.xxh3_128_hexdigest(a.tobytes()) for n, a in record.source_of[number].arrays.items()}
         assert {n: t.xxh3_128 for n, t in tensors.items()} == pushed
 
 

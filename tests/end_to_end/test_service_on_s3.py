@@ -19,9 +19,7 @@ MODEL = "tests/smol"
 
 
 def pulled(engine: EngineClient, version: str) -> dict[str, Tensor]:
-    return {
-        name: tensor.clone() for name, tensor in engine.pull(MODEL, version=version, layout=FullTensors())
-    }
+    return {name: tensor.clone() for name, tensor in engine.pull(MODEL, version=version, layout=FullTensors())}
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:

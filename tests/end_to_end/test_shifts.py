@@ -51,9 +51,7 @@ class Source:
     def with_norms(self) -> list[Held]:
         """The same with norms that have numbers of all sizes."""
         return [
-            replace(item, data=numbers(item.layer[0]))
-            if item.layer is not None and item.key == HELD
-            else item
+            replace(item, data=numbers(item.layer[0])) if item.layer is not None and item.key == HELD else item
             for item in self.held
         ]
 
@@ -170,7 +168,9 @@ def test_what_is_not_finite_is_counted_with_the_constant_as_without_it(
 
 
 def test_restored_norms_are_those_of_the_files_less_one(service: RunningService, source: Source) -> None:
-    """Of numbers on the grid that both have, a push and a restore leave each bit as it was; with a model and without one."""
+    """Of numbers on the grid that both have, a push and a restore leave each bit as it was; with a model and without
+    one.
+    """
     version, _ = push(service, source.held, "local", step=21)
     assert_holds(pulled(service, version.number), source.weights)
     with TrainerClient(service.address) as trainer:

@@ -152,7 +152,10 @@ def test_the_stock_verifier_accepts_a_folder_that_the_hub_client_has_downloaded(
         url = f"http://{server.address}"
         before = httpx.get(f"{url}/api/models/{MODEL}/revision/1").json()
         out = tmp_path / "hub"
-        script = "import sys; from huggingface_hub import snapshot_download as load; load(sys.argv[1], revision='1', local_dir=sys.argv[2])"
+        script = (
+            "import sys; from huggingface_hub import snapshot_download as load; load(sys.argv[1], "
+            "revision='1', local_dir=sys.argv[2])"
+        )
         subprocess.run(
             [sys.executable, "-c", script, MODEL, str(out)],
             env={
@@ -188,9 +191,7 @@ def test_the_stock_verifier_accepts_a_certificate(signing: Signing, tmp_path: Pa
 
 
 @pytest.mark.parametrize("change", ["weights", "config", "manifest", "extra", "missing"])
-def test_the_stock_verifier_refuses_a_folder_that_was_changed(
-    signed: Signing, tmp_path: Path, change: str
-) -> None:
+def test_the_stock_verifier_refuses_a_folder_that_was_changed(signed: Signing, tmp_path: Path, change: str) -> None:
     out = tmp_path / "out"
     signed.client.export(MODEL, 1, out)
     match change:
@@ -224,9 +225,7 @@ def test_several_keys_sign_one_version(signing: Signing, tmp_path: Path) -> None
         assert stock_verify(out, found[signer], keys.public)[0]
 
 
-def test_a_signature_that_the_stock_signer_has_made_of_a_download_is_taken(
-    signing: Signing, tmp_path: Path
-) -> None:
+def test_a_signature_that_the_stock_signer_has_made_of_a_download_is_taken(signing: Signing, tmp_path: Path) -> None:
     out = tmp_path / "download"
     shutil.copytree(signing.stored(number=4), out, ignore=shutil.ignore_patterns("*.blake3"))
     made = tmp_path / "made.sig"
@@ -261,9 +260,7 @@ def test_a_signed_version_is_verified_and_others_are_not(signed: Signing) -> Non
     assert error["reason"] == "FAILED_PRECONDITION"
     assert "is not signed as" in error["message"]
     assert "which is not in" in error["details"][0]
-    assert "it has no signature" in signed.run(
-        "verify", "acme/same@1", "--signature", "--key", stranger.public, code=1
-    )
+    assert "it has no signature" in signed.run("verify", "acme/same@1", "--signature", "--key", stranger.public, code=1)
     signed.run("verify", VERSION, "--signature", code=2)
     signed.run("verify", VERSION, "--key", stranger.public, code=2)
 
@@ -284,9 +281,7 @@ def test_signing_again_adds_nothing(signed: Signing) -> None:
     assert said["id"] in signed.run("signatures", VERSION)
 
 
-def test_the_password_of_a_key_comes_from_the_environment(
-    signing: Signing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_password_of_a_key_comes_from_the_environment(signing: Signing, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = new_key(signing.folder, "encrypted", password="open sesame")
     assert "is encrypted" in signing.run("sign", VERSION, "--key", keys.key, code=1)
     monkeypatch.setenv("WEIGHBRIDGE_KEY_PASSWORD", "open barley")
@@ -330,9 +325,7 @@ def test_damaged_weights_are_not_signed_and_not_verified(tmp_path: Path) -> None
             Signatures(client).sign(MODEL, 2, signer=Signer(keys.key))
         assert "model.safetensors does not agree" in str(refused.value)
         verified, _ = Signatures(client).verify(MODEL, 1, required=required)
-        assert any(
-            "a different SHA-256 than in the signature by key" in problem for problem in verified.problems
-        )
+        assert any("a different SHA-256 than in the signature by key" in problem for problem in verified.problems)
 
 
 def test_with_sha256_in_the_manifest_signing_reads_no_weights(tmp_path: Path) -> None:
@@ -381,9 +374,7 @@ def test_a_service_takes_no_signature_that_is_not_about_the_version(signing: Sig
     for content in wrong:
         with pytest.raises(InvalidArgument):
             Signatures(signing.client).add(MODEL, 2, content=content)
-        answer = signing.web.post(
-            f"/v1/models/{MODEL}/versions/2/signatures", json={"content": content.decode()}
-        )
+        answer = signing.web.post(f"/v1/models/{MODEL}/versions/2/signatures", json={"content": content.decode()})
         assert answer.status_code == 400, answer.text
     assert signing.signatures(2) == before
 
@@ -495,15 +486,11 @@ def test_only_who_may_sign_puts_signatures_to_a_version(tmp_path: Path) -> None:
         with Client(running.address, credentials=Credentials(token="of-engine")) as engine:
             assert Signatures(engine).check(MODEL, 1, required=[Trusted.of_file(keys.public)])
         # the signature covers the name of the pusher
-        manifest = (
-            tmp_path / "store" / version_prefix(ModelName.parse(MODEL), 1) / "weighbridge.json"
-        ).read_text()
+        manifest = (tmp_path / "store" / version_prefix(ModelName.parse(MODEL), 1) / "weighbridge.json").read_text()
         assert json.loads(manifest)["provenance"]["by"] == "trainer"
 
 
-def test_a_client_without_what_signs_says_what_to_install(
-    signed: Signing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_without_what_signs_says_what_to_install(signed: Signing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "model_signing", None)
     monkeypatch.delitem(sys.modules, "weighbridge._signing.library", raising=False)
     monkeypatch.delattr("weighbridge._signing.library", raising=False)

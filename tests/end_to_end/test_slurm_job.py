@@ -1,4 +1,6 @@
-"""Does the job of deploy/slurm.sh give its ranks a service, end it only after them, and say how they ended? Scripts stand for Slurm's commands."""
+"""Does the job of deploy/slurm.sh give its ranks a service, end it only after them, and say how they ended? Scripts
+stand for Slurm's commands.
+"""
 
 from __future__ import annotations
 

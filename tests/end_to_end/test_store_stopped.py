@@ -124,9 +124,7 @@ def test_a_service_outlives_a_store_that_is_stopped(
     with (
         seaweedfs(tmp_path / "weed") as weed,
         log.open("w") as stderr,
-        service_process(
-            weed.location(), "--scratch", tmp_path / "scratch", stderr=stderr.fileno()
-        ) as service,
+        service_process(weed.location(), "--scratch", tmp_path / "scratch", stderr=stderr.fileno()) as service,
     ):
         address, url, pid = service.address, service.url, service.process.pid
         with (

@@ -1,4 +1,6 @@
-"""Does the example of TLS over several nodes in docs/access.md hold, command by command? Addresses of loopback stand for the nodes."""
+"""Does the example of TLS over several nodes in docs/access.md hold, command by command? Addresses of loopback stand
+for the nodes.
+"""
 
 from __future__ import annotations
 
@@ -70,9 +72,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
         for name in names:
             script = node.replace(f"NODE={names[0]}", f"NODE={name}")
             line = ["bash", "-euc", script]
-            services.append(
-                subprocess.Popen(line, env=commands.environment, stdout=subprocess.PIPE, text=True)
-            )
+            services.append(subprocess.Popen(line, env=commands.environment, stdout=subprocess.PIPE, text=True))
         for service, name in zip(services, names, strict=True):
             assert service.stdout is not None
             assert service.stdout.readline().startswith(f"weighbridge serving gRPC on {name}:50051")

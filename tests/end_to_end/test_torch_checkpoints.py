@@ -1,4 +1,5 @@
-"""torch.distributed.checkpoint -> service -> other meshes: does ``dcp.load`` bring what ``dcp.save`` was given, and is the rest refused?
+"""torch.distributed.checkpoint -> service -> other meshes: does ``dcp.load`` bring what ``dcp.save`` was given, and is
+the rest refused?
 
 Real ranks over gloo. One job saves, on four ranks and in all ways; another one loads, on three.
 """
@@ -123,9 +124,7 @@ def _saving(rank: int, address: str) -> dict[str, Any]:
             fill([model.get_parameter("model.norm.weight")], step)
             saved[f"tied-{step}"] = full_tensors(model)
             planner = DefaultSavePlanner(enable_plan_caching=True)
-            dcp.save(
-                model.state_dict(), storage_writer=writer, planner=planner, checkpoint_id=f"out/step-{step}"
-            )
+            dcp.save(model.state_dict(), storage_writer=writer, planner=planner, checkpoint_id=f"out/step-{step}")
             assert writer.last is not None
             saved["numbers"].append(writer.last.number)
         fill(model.parameters(), 8.0)
@@ -165,9 +164,7 @@ def _loading(rank: int, address: str) -> dict[str, Any]:
     with WeighbridgeReader("tests/tied", address) as reader:
         dcp.load({"model": model}, storage_reader=reader, checkpoint_id="out/step-6")
         loaded["tied-6"] = full_tensors(model)
-        plain = {
-            key: torch.zeros_like(value) for key, value in loaded["tied-6"].items() if key != "lm_head.weight"
-        }
+        plain = {key: torch.zeros_like(value) for key, value in loaded["tied-6"].items() if key != "lm_head.weight"}
         dcp.load(plain, storage_reader=reader)
         loaded["plain"] = plain
         with pytest.raises(dcp.CheckpointException, match="not tied"):
@@ -263,12 +260,8 @@ def test_one_process_is_told_all_that_is_wrong(service: RunningService) -> None:
     assert "model.iteration" in said
     untied = {**state, "lm_head.weight": state["lm_head.weight"] + 1}
     assert "lm_head.weight: the model has no such tensor, and it is not a tied copy" in refused(untied)
-    assert "casts are not allowed" in refused(
-        {key: value.bfloat16() for key, value in state.items()}, cast="never"
-    )
-    assert "merged_weights(model)" in refused(
-        {"model.layers.0.mlp.up_proj.lora_A.default.weight": torch.ones(2, 64)}
-    )
+    assert "casts are not allowed" in refused({key: value.bfloat16() for key, value in state.items()}, cast="never")
+    assert "merged_weights(model)" in refused({"model.layers.0.mlp.up_proj.lora_A.default.weight": torch.ones(2, 64)})
     assert "the step of the save is not known" in refused(state, step=None)
     with pytest.raises(InvalidArgument, match="soon"):
         WeighbridgeWriter(name, address, until="soon")

@@ -1,4 +1,5 @@
-"""Torch trainers on a GPU: is every bit that they push from there, and fill there, where torch's own ``full_tensor()`` has it?
+"""Torch trainers on a GPU: is every bit that they push from there, and fill there, where torch's own ``full_tensor()``
+has it?
 
 One process for each GPU, two at most, over NCCL. They overwrite their parameters once `push_state_dict` has returned.
 """
@@ -47,9 +48,7 @@ def _on_gpu(size: int, rank: int, store_path: str, fn: Any, *args: Any) -> Any:
     import torch.distributed as dist
 
     torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl", init_method=f"file://{store_path}", rank=rank, world_size=size
-    )
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store_path}", rank=rank, world_size=size)
     found = fn(rank, *args)
     dist.destroy_process_group()
     return found
@@ -208,9 +207,7 @@ def test_what_is_not_finite_on_a_gpu_is_counted_there_and_holds_the_version(
         assert torch.equal(pulled[key].view(torch.int16), cast.view(torch.int16)), key
 
 
-def test_casts_of_tensors_on_a_gpu_are_refused_where_they_may_not_be(
-    service: RunningService, tmp_path: Path
-) -> None:
+def test_casts_of_tensors_on_a_gpu_are_refused_where_they_may_not_be(service: RunningService, tmp_path: Path) -> None:
     for registered, held in (("bf16", torch.float32), ("fp32", torch.bfloat16)):
         name = f"tests/gpu-cast-{registered}"
         register(service, name, tmp_path / registered, registered)
@@ -237,7 +234,9 @@ class _Dataset(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def _train(rank: int, address: str, name: str, folder: str, options: dict[str, Any]) -> Any:
-    """Train with transformers' Trainer; the weights on this rank, and the number of the version that its callback pushed."""
+    """Train with transformers' Trainer; the weights on this rank, and the number of the version that its callback
+    pushed.
+    """
     from transformers import Trainer, TrainingArguments
 
     from weighbridge.integrations.transformers.trainer_callback import PushCallback

@@ -1,7 +1,8 @@
-"""Torch trainers -> service -> engines, and back onto other meshes: is every bit where torch's own ``full_tensor()`` has it?
+"""Torch trainers -> service -> engines, and back onto other meshes: is every bit where torch's own ``full_tensor()``
+has it?
 
-Real ranks over gloo share small models of transformers by FSDP2, HSDP, tensor parallelism and DDP. They overwrite their parameters
-once `push_state_dict` has returned. A job runs several cases, for its start takes longer than they do.
+Real ranks over gloo share small models of transformers by FSDP2, HSDP, tensor parallelism and DDP. They overwrite their
+parameters once `push_state_dict` has returned. A job runs several cases, for its start takes longer than they do.
 """
 
 from __future__ import annotations
@@ -197,8 +198,7 @@ def _odd_ranks(rank: int, address: str, name: str) -> dict[str, Any]:
                 trainer.push_state_dict(name, entries, step=step)
             said[what] = str(error.value)
         under_way = (
-            (key, tensor.redistribute(placements=[Replicate()], async_op=True))
-            for key, tensor in state.items()
+            (key, tensor.redistribute(placements=[Replicate()], async_op=True)) for key, tensor in state.items()
         )
         handle = trainer.push_state_dict(name, under_way, step=9, rank=rank, world_size=2)
         said["number"] = handle.wait(timeout=60).number
@@ -209,17 +209,14 @@ def _odd_ranks(rank: int, address: str, name: str) -> dict[str, Any]:
     return said
 
 
-def test_ranks_are_told_what_is_wrong_and_collectives_are_waited_for(
-    service: RunningService, tmp_path: Path
-) -> None:
+def test_ranks_are_told_what_is_wrong_and_collectives_are_waited_for(service: RunningService, tmp_path: Path) -> None:
     case = Case("odd", "fsdp", llama())
     register(service, case, tmp_path)
     for said in run_ranks(2, _odd_ranks, service.address, case.name):
         assert "model.norm.weight: it is Partial(sum)" in said["partial"]
         assert "redistribute" in said["partial"]
         assert (
-            "model.norm.weight: its local tensor is [9], but its placements (Shard(dim=0),) imply [32]"
-            in said["short"]
+            "model.norm.weight: its local tensor is [9], but its placements (Shard(dim=0),) imply [32]" in said["short"]
         )
         assert "model.norm.weight F32[64]: box [0:64] has no source" in said["missing"]
         assert "state dict" in said["missing"]
@@ -314,9 +311,7 @@ def test_ranges_of_zero_3_are_pushed_by_three_ranks_and_filled_on_two_without_a_
 
     with ThreadPoolExecutor(3) as pool:
         reports = list(pool.map(push, range(3), ranks(5, 3)))
-    expected = {
-        name: tensor.bfloat16() for name, tensor in tiny_model(case.config, seed=5).state_dict().items()
-    }
+    expected = {name: tensor.bfloat16() for name, tensor in tiny_model(case.config, seed=5).state_dict().items()}
     with EngineClient(service.address) as engine:
         pulled = dict(engine.pull(case.name))
     assert pulled.keys() == expected.keys()

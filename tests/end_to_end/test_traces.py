@@ -1,4 +1,6 @@
-"""One push, one trace: trainers, service, agent and engine are processes of their own that send their spans to a collector."""
+"""One push, one trace: trainers, service, agent and engine are processes of their own that send their spans to a
+collector.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +60,7 @@ def start(*arguments: object, env: Mapping[str, str]) -> ForkedPython:
 
 
 @contextmanager
-def served(
-    store: Path | str, source: TinyModel, *options: object, env: Mapping[str, str]
-) -> Iterator[tuple[str, str]]:
+def served(store: Path | str, source: TinyModel, *options: object, env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """The gRPC and the HTTP address of a service's process where the model is registered."""
     environment = {**without_opentelemetry(), **env}
     with service_process(store, "--memory-budget", "1GiB", *options, environment=environment) as service:
@@ -81,9 +81,7 @@ def push(
     """Push by so many processes; the version's number."""
     with ExitStack() as stack:
         line = ("tests.support.traced_processes", "push", server, MODEL, source.folder)
-        trainers = [
-            stack.enter_context(start(*line, rank, ranks, step, lane, env=env)) for rank in range(ranks)
-        ]
+        trainers = [stack.enter_context(start(*line, rank, ranks, step, lane, env=env)) for rank in range(ranks)]
         said = [trainer.communicate(timeout=120)[0] for trainer in trainers]
         assert [trainer.returncode for trainer in trainers] == [0] * ranks
     (number,) = {*said}
@@ -103,7 +101,9 @@ def follow(server: str, env: Mapping[str, str], lane: str) -> str:
 
 
 def check_connected(spans: Sequence[Seen]) -> None:
-    """All spans are of one trace with one root, every parent is there, and none begins before its parent; but for ranks, which begin by themselves."""
+    """All spans are of one trace with one root, every parent is there, and none begins before its parent; but for
+    ranks, which begin by themselves.
+    """
     by_id = {span.id: span for span in spans}
     assert len(by_id) == len(spans)
     assert len({span.trace for span in spans}) == 1
@@ -151,9 +151,7 @@ def test_a_push_makes_one_connected_trace_from_the_trainers_to_an_engine_that_co
                 headers={"traceparent": kept, "Authorization": f"Bearer {TOKEN}"},
             )
             by_http = asked.json()["engines"]
-        spans = there.wait(
-            lambda seen: {"weighbridge.durable", "weighbridge.pull"} <= {each.name for each in seen}
-        )
+        spans = there.wait(lambda seen: {"weighbridge.durable", "weighbridge.pull"} <= {each.name for each in seen})
     print(listed(spans))  # shown if something fails
     check_connected(spans)
     for secret in (TOKEN, ACCESS_KEY, SECRET_KEY, "X-Amz", store, str(tmp_path)):
@@ -241,9 +239,7 @@ with EngineClient(server) as engine:
     assert pull.version.traceparent == "", pull.version
 """
     environment = without_opentelemetry()
-    with ForkedPython(
-        "-c", reporting(main), *line, str(tmp_path / "store"), environment=environment
-    ) as service:
+    with ForkedPython("-c", reporting(main), *line, str(tmp_path / "store"), environment=environment) as service:
         ready = _READY.fullmatch(service.stdout.readline())
         assert ready
         try:

@@ -1,7 +1,9 @@
-"""Is an adapter that ranks have trained on a real language model the same on other ranks, in peft's folder and in a vLLM that serves it?
+"""Is an adapter that ranks have trained on a real language model the same on other ranks, in peft's folder and in a
+vLLM that serves it?
 
-SmolLM2-135M, in float32, with adapters on all of its linear layers. FSDP2 ranks train by peft; Megatron ranks by adapters with the shards of Megatron-Bridge's.
-Its 9 heads are not even: tensor parallelism 2 takes the same model with a fourth group of heads, whose weights are zeros.
+SmolLM2-135M, in float32, with adapters on all of its linear layers. FSDP2 ranks train by peft; Megatron ranks by
+adapters with the shards of Megatron-Bridge's. Its 9 heads are not even: tensor parallelism 2 takes the same model with
+a fourth group of heads, whose weights are zeros.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 STEPS, FURTHER = 3, 2
 LEARNING_RATE = 0.2
 TOLERANCE = 2e-4
-"""Of log probabilities in float32, computed in other orders: five times what was measured. A scale that is off by 2 moves them by 2, and here has to by a thousand times as much."""
+"""Of log probabilities in float32, computed in other orders: five times what was measured.
+
+A scale that is off by 2 moves them by 2, and here has to by a thousand times as much.
+"""
 LOSS_TOLERANCE = 1e-4
 """Of losses in float32, whose sums over other ranks are in another order."""
 JOB_SECONDS = 900.0
@@ -136,7 +141,9 @@ def write(folders: Mapping[str, Path]) -> Any:
 
 
 def with_further_heads(model: Any) -> LlamaForCausalLM:
-    """A model that computes the same with one more key-value head and the query heads that use it: all their weights are zeros."""
+    """A model that computes the same with one more key-value head and the query heads that use it: all their weights
+    are zeros.
+    """
     config = LlamaConfig(
         **{
             **model.config.to_dict(),
@@ -158,9 +165,7 @@ def with_further_heads(model: Any) -> LlamaForCausalLM:
 def log_probabilities(model: Any, prompts: Sequence[list[int]]) -> list[Tensor]:
     """Of each token of each prompt but its first."""
     with torch.no_grad():
-        return [
-            of_tokens(model(input_ids=torch.tensor([each])).logits[0], torch.tensor(each)) for each in prompts
-        ]
+        return [of_tokens(model(input_ids=torch.tensor([each])).logits[0], torch.tensor(each)) for each in prompts]
 
 
 def of_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -283,9 +288,7 @@ def test_what_fsdp2_ranks_train_is_peft_s_folder_and_training_goes_on_from_it_on
             assert rank.further == pytest.approx(by_peft.further, abs=LOSS_TOLERANCE)
 
 
-def _megatron_model(
-    trainer: TrainerClient, parallel: Parallel, base: str, config: PretrainedConfig, name: str
-) -> Any:
+def _megatron_model(trainer: TrainerClient, parallel: Parallel, base: str, config: PretrainedConfig, name: str) -> Any:
     """This rank's part of the base, with adapters that change nothing yet."""
     model = build_model(config, parallel)
     trainer.restore(base, model.sharded_state_dict(), version=1)
@@ -369,7 +372,8 @@ def even_by_megatron(smol: Smol) -> list[Trained]:
 def in_peft(whole: Mapping[str, Tensor], config: PretrainedConfig) -> Tensors:
     """Megatron's adapters by peft's names.
 
-    Of `linear_qkv`, rows are those of each key-value head with its query heads: queries, key, value. Of `linear_fc1`, those of the gate are first.
+    Of `linear_qkv`, rows are those of each key-value head with its query heads: queries, key, value. Of `linear_fc1`,
+    those of the gate are first.
     """
     groups = config.num_key_value_heads
     found: Tensors = {}
@@ -460,9 +464,7 @@ def test_peft_and_the_merged_model_agree_far_closer_than_models_with_other_scale
 
 @needs_vllm
 @pytest.mark.skipif(not HAS_KERNELS, reason="nothing is computed without kernels")
-def test_vllm_gives_the_log_probabilities_of_the_merged_models(
-    smol: Smol, merged: dict[str, list[Tensor]]
-) -> None:
+def test_vllm_gives_the_log_probabilities_of_the_merged_models(smol: Smol, merged: dict[str, list[Tensor]]) -> None:
     with serving(smol.there) as server:
         server.wait_ready(START_SECONDS)
         for adapter, expected in merged.items():

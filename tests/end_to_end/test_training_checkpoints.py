@@ -1,7 +1,8 @@
-"""Are training states on disk what Megatron and torch themselves save, and are theirs training states as good as pushed ones?
+"""Are training states on disk what Megatron and torch themselves save, and are theirs training states as good as pushed
+ones?
 
-Real ranks train over gloo, push, and save by Megatron's or torch's own function in the same step: what they have saved is the independent
-answer. What is loaded is what all ranks together hold afterwards, as Megatron and torch gather it.
+Real ranks train over gloo, push, and save by Megatron's or torch's own function in the same step: what they have saved
+is the independent answer. What is loaded is what all ranks together hold afterwards, as Megatron and torch gather it.
 """
 
 from __future__ import annotations
@@ -108,7 +109,10 @@ CASES = {
 
 
 def _train(rank: int, case: Case, address: str, folder: Path) -> tuple[int, Any]:
-    """Train, push, and save as Megatron does. The number of the training state, and what Megatron gathers of the rank."""
+    """Train, push, and save as Megatron does.
+
+    The number of the training state, and what Megatron gathers of the rank.
+    """
     training = case.rank(case.here, 0)
     for number in range(STEPS):
         training.step(number)
@@ -214,8 +218,7 @@ def test_megatron_loads_what_is_exported_and_what_it_saved_is_restored(
     _same(wholes(own for own, _, _ in restored), expected)
     assert all(set(steps) == {float(STEPS)} for _, _, steps in restored)
     assert all(
-        state["iteration"] == STEPS and state["opt_param_scheduler"]["num_steps"] == 16
-        for _, state, _ in restored
+        state["iteration"] == STEPS and state["opt_param_scheduler"]["num_steps"] == 16 for _, state, _ in restored
     )
 
 
@@ -230,9 +233,7 @@ class Loop:
         self.module: torch.nn.Module = model if way is None else torch_ranks.shared(model, way)
         matrices = [each for each in self.module.parameters() if each.dim() > 1]
         others = [each for each in self.module.parameters() if each.dim() < 2]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=1e-3
-        )
+        self.optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=1e-3)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
 
     def train(self) -> None:
@@ -265,9 +266,7 @@ class Loop:
         model, optimizer = get_state_dict(self.module, self.optimizer, options=options)
         scheduler = self.scheduler.state_dict()
         dcp.load({"model": model, "optimizer": optimizer, "scheduler": scheduler}, checkpoint_id=folder)
-        set_state_dict(
-            self.module, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options
-        )
+        set_state_dict(self.module, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options)
         self.scheduler.load_state_dict(scheduler)
 
 
@@ -293,9 +292,7 @@ def _load_torch(rank: int, folder: Path, way: str | None, flat: bool) -> Any:
     return loop.gathered(), own["rank_state"][str(rank)]["drawn"]
 
 
-def _restore_torch(
-    rank: int, address: str, number: int, way: str | None, own: dict[str, Any] | None = None
-) -> Any:
+def _restore_torch(rank: int, address: str, number: int, way: str | None, own: dict[str, Any] | None = None) -> Any:
     loop = Loop(way, 1)
     with TrainerClient(address) as trainer:
         trainer.restore_state_dict(

@@ -53,9 +53,7 @@ def train(module: nn.Module, optimizer: Any, steps: range) -> list[Tensor]:
     losses = []
     for step in steps:
         data = (
-            torch.rand(5, 33, generator=torch.Generator().manual_seed(step))
-            .cuda()
-            .to(next(module.parameters()).dtype)
+            torch.rand(5, 33, generator=torch.Generator().manual_seed(step)).cuda().to(next(module.parameters()).dtype)
         )
         loss = nn.functional.dropout(module(data), 0.3).float().square().mean()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -72,9 +70,7 @@ def _trained(address: str, folder: str, lane: str) -> dict[str, bool]:
     from torch.distributed.fsdp import fully_shard
 
     torch.cuda.set_device(0)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl", init_method=f"file://{folder}/job-{lane}", rank=0, world_size=1
-    )
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/job-{lane}", rank=0, world_size=1)
     mesh = init_device_mesh("cuda", (1,))
     found = {}
     with TrainerClient(address, lane=lane) as client:
@@ -97,9 +93,7 @@ def _trained(address: str, folder: str, lane: str) -> dict[str, bool]:
                 expected = train(module, optimizer, range(3, 8))
                 assert handle.training is not None
                 number = handle.training.wait(timeout=100).number
-                client.restore_state_dict(
-                    MODEL, other, version=number, optimizer=filled, rank_state={"random": random}
-                )
+                client.restore_state_dict(MODEL, other, version=number, optimizer=filled, rank_state={"random": random})
                 devices = [
                     {key: value.device for key, value in each.items() if isinstance(value, Tensor)}
                     for each in (*optimizer.state.values(), *filled.state.values())

@@ -1,7 +1,8 @@
-"""Does a service or a rank that is killed at any moment leave the newest complete training state, and can it be restored whole?
+"""Does a service or a rank that is killed at any moment leave the newest complete training state, and can it be
+restored whole?
 
-All that a step pushes holds the step's number: parameters, moments, both ranks' values. ``WEIGHBRIDGE_STATE_KILLS`` says how often something is
-killed, ``WEIGHBRIDGE_SEED`` repeats a run's random numbers.
+All that a step pushes holds the step's number: parameters, moments, both ranks' values. ``WEIGHBRIDGE_STATE_KILLS``
+says how often something is killed, ``WEIGHBRIDGE_SEED`` repeats a run's random numbers.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def push_on(address: str, rank: int, first: int, life: int, told: str, lane: str
 
 
 def restored(address: str, rank: int) -> int:
-    """The step of the newest state, which a rank of a new job is filled with; all that it holds is of that step. 0 if there is none."""
+    """The step of the newest state, which a rank of a new job is filled with; all that it holds is of that step. 0 if
+    there is none.
+    """
     module, optimizer = trainer_at(-1)
     state: dict[str, Any] = {"step": None}
     own: dict[str, Any] = {"own": None}
@@ -114,7 +117,8 @@ def test_the_newest_complete_state_is_restored_whole_whatever_is_killed(tmp_path
     told = tmp_path / "durable"
     told.touch()
     socket = {"local_socket": str(tmp_path / "lane.sock")} if lane == "local" else {}
-    # longer than one rank is later than the other on a machine that has other work, as both end with a version that is given up
+    # longer than one rank is later than the other on a machine that has other work, as both end with a version that is
+    # given up
     service = KillableService(tmp_path / "store", receive_timeout=20.0, **socket)
     service.start()
     newest = 0

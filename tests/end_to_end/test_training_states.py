@@ -1,8 +1,9 @@
-"""Does the training of torch ranks resume bit for bit after all ranks were killed, with every tensor, on any number of ranks?
+"""Does the training of torch ranks resume bit for bit after all ranks were killed, with every tensor, on any number of
+ranks?
 
-Real ranks over gloo train a small model of transformers with FSDP2 and AdamW, and save through `CheckpointManager`. What is compared with is a
-run that never stopped, and torch's own ``full_state_dict``, which gathers every tensor. ``WEIGHBRIDGE_BLOB_MB`` is the size of a rank's values
-in one test.
+Real ranks over gloo train a small model of transformers with FSDP2 and AdamW, and save through `CheckpointManager`.
+What is compared with is a run that never stopped, and torch's own ``full_state_dict``, which gathers every tensor.
+``WEIGHBRIDGE_BLOB_MB`` is the size of a rank's values in one test.
 """
 
 from __future__ import annotations
@@ -82,23 +83,21 @@ def config() -> PretrainedConfig:
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[RunningService]:
     budget = (1 << 30) + (8 * BLOB_MB << 20)
-    with running_service(
-        tmp_path / "store", local_socket=str(tmp_path / "lane.sock"), memory_budget=budget
-    ) as running:
+    with running_service(tmp_path / "store", local_socket=str(tmp_path / "lane.sock"), memory_budget=budget) as running:
         yield running
 
 
 class Loop:
-    """A training loop: FSDP2 with AdamW in two groups, a scheduler, dropout, and data in an order of each rank's own."""
+    """A training loop: FSDP2 with AdamW in two groups, a scheduler, dropout, and data in an order of each rank's
+    own.
+    """
 
     def __init__(self, client: TrainerClient, rank: int, way: str, seed: int) -> None:
         self.module = shared(tiny_model(config(), seed=seed), way)
         self.module.train()
         matrices = [each for each in self.module.parameters() if each.dim() > 1]
         others = [each for each in self.module.parameters() if each.dim() < 2]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=1e-3
-        )
+        self.optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=1e-3)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 200)
         self.own: dict[str, Any] = {"random": RandomStates(), "order": 1000 * rank + seed}
         torch.manual_seed(self.own["order"])
@@ -130,9 +129,7 @@ class Loop:
 
     def gathered(self) -> dict[str, Tensor]:
         """All tensors, whole, as torch gathers them; all ranks call it."""
-        state = {
-            f"model.{key}": value for key, value in get_model_state_dict(self.module, options=FULL).items()
-        }
+        state = {f"model.{key}": value for key, value in get_model_state_dict(self.module, options=FULL).items()}
         of_optimizer = get_optimizer_state_dict(self.module, self.optimizer, options=FULL)
         return state | {key: value for key, value in of_optimizer.items() if key.startswith("state.")}
 
@@ -168,7 +165,9 @@ def _until_killed(rank: int, address: str, folder: Path) -> None:
 
 
 def _resumed(rank: int, address: str, steps: int, way: str, folder: Path) -> tuple[int, list[Tensor]]:
-    """Restore on a mesh, compare all tensors with those of the run that never stopped, and go on; the step and the losses."""
+    """Restore on a mesh, compare all tensors with those of the run that never stopped, and go on; the step and the
+    losses.
+    """
     with TrainerClient(address) as client:
         loop = Loop(client, rank, way, 6)
         begun = loop.restore(rank_state=way == WAY)
@@ -284,9 +283,7 @@ def test_the_state_has_the_number_of_its_weights_and_comes_back_with_every_value
         filled = adamw(other)
         state = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(filled, 0.9), "epoch": 0}
         own: dict[str, Any] = {"random": None}
-        assert (
-            client.restore_state_dict(MODEL, other, optimizer=filled, state=state, rank_state=own) == version
-        )
+        assert client.restore_state_dict(MODEL, other, optimizer=filled, state=state, rank_state=own) == version
         assert all(same_bits(value, expected[key]) for key, value in other.state_dict().items())
         for mine, theirs in zip(filled.state.values(), moments, strict=True):
             assert all(same_bits(mine[key], value) for key, value in theirs.items())
@@ -316,9 +313,7 @@ def _counted(rank: int, address: str) -> tuple[int, int]:
     optimizer = adamw(module, 1)
     random = torch.get_rng_state()
     with TrainerClient(address, lane="grpc") as client:
-        handle = client.push_state_dict(
-            MODEL, module, step=1, optimizer=optimizer, rank_state={"random": random}
-        )
+        handle = client.push_state_dict(MODEL, module, step=1, optimizer=optimizer, rank_state={"random": random})
         assert handle.training is not None
         handle.training.wait(timeout=100)
     filled = torch.optim.AdamW(other.parameters())
@@ -493,9 +488,7 @@ def test_a_restore_that_breaks_off_says_what_has_become_of_the_rank_and_can_be_m
             proxy.die_after(3 << 20)
             with pytest.raises(WeighbridgeError) as error:
                 broken.restore_state_dict(MODEL, module, state={"epoch": 0})
-        assert f"This rank has restored only a part of {TRAINING}@1: restore again" in str(
-            error.value.__notes__
-        )
+        assert f"This rank has restored only a part of {TRAINING}@1: restore again" in str(error.value.__notes__)
         client.restore_state_dict(MODEL, module, state={"epoch": 0})
         assert torch.equal(module.weight, expected)
 
@@ -535,9 +528,7 @@ def test_a_state_that_is_half_collected_is_told_as_deleted_and_weights_and_newer
         eventually(lambda: client.collect(TRAINING) and not state.exists())
 
 
-def test_a_version_without_a_ranks_blob_is_refused_by_the_name_of_that(
-    service: RunningService, tmp_path: Path
-) -> None:
+def test_a_version_without_a_ranks_blob_is_refused_by_the_name_of_that(service: RunningService, tmp_path: Path) -> None:
     """A program other than the SDK may push like this: two ranks, and no rank's values."""
     module = layers(1)
     register(service, module, tmp_path / "hf")

@@ -1,10 +1,12 @@
 """Does any version change, or become visible without being one whole push, whatever happens to its writers?
 
-Writers are processes that share memory with the service. They are stopped, killed, forked, closed and broken in the middle of their
-copy, each run in one of these ways. During and after that other writers push, and every pull is compared with the pushed tensors.
+Writers are processes that share memory with the service. They are stopped, killed, forked, closed and broken in the
+middle of their copy, each run in one of these ways. During and after that other writers push, and every pull is
+compared with the pushed tensors.
 
 ``WEIGHBRIDGE_WRITER_FAULTS=1000`` makes as many random runs; ``WEIGHBRIDGE_SEED`` chooses the first one's seed. With
-``WEIGHBRIDGE_WRITER_FAULTS_DEVICE=cuda`` writers' tensors lie on a GPU, and half of the faults come while its copies are under way.
+``WEIGHBRIDGE_WRITER_FAULTS_DEVICE=cuda`` writers' tensors lie on a GPU, and half of the faults come while its copies
+are under way.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ IMAGE_BYTES = 630_784
 HELD = 6
 """Number of versions that are read in place after newer ones have come: a late write to their memory would show."""
 MEMORY = 4 * (HELD + 1) * IMAGE_BYTES
-"""Memory of a run in bytes, where one reader may keep `HELD` images: released memory is reused soon, and a leak would fail later runs."""
+"""Memory of a run in bytes, where one reader may keep `HELD` images: released memory is reused soon, and a leak would
+fail later runs.
+"""
 READY_SECONDS = 10.0
 
 

@@ -123,11 +123,7 @@ def test_a_setting_of_trls_transfer_that_does_not_exist_is_refused() -> None:
 def test_vllms_extra_config_names_a_version_by_number_or_ref_of_the_served_model_or_another_one() -> None:
     found = Settings.of({"version": 17}, "acme/smol")
     assert (found.model, found.version) == ("acme/smol", "17")
-    assert Settings.of({"model": "acme/other", "version": "live"}, "acme/smol").source == ModelSource(
-        "acme/other"
-    )
+    assert Settings.of({"model": "acme/other", "version": "live"}, "acme/smol").source == ModelSource("acme/other")
     assert Settings.of(found.write(), "none") == found
-    with pytest.raises(
-        InvalidArgument, match=r"version of the extra config of load format weighbridge is 1\.5"
-    ):
+    with pytest.raises(InvalidArgument, match=r"version of the extra config of load format weighbridge is 1\.5"):
         Settings.of({"version": 1.5}, "acme/smol")

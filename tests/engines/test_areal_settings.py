@@ -1,4 +1,6 @@
-"""Are AReaL's actors told of the service by their environment, and is what they cannot work with refused at the start?"""
+"""Are AReaL's actors told of the service by their environment, and is what they cannot work with refused at the
+start?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Does DeepSpeed's own ZeRO-3 engine push what it trains and go on from it, as the recipe says? Skipped where it is not installed."""
+"""Does DeepSpeed's own ZeRO-3 engine push what it trains and go on from it, as the recipe says? Skipped where it is not
+installed.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,7 @@ from tests.support.services import running_service
 from tests.support.torch_ranks import run_ranks
 from weighbridge import EngineClient, InvalidArgument, TrainerClient
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
-)
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 PAGE = Path(__file__).parents[2] / "docs" / "recipes" / "deepspeed.md"
 CONFIG = tiny_config("llama", tied=False, num_hidden_layers=2, vocab_size=131)
 
@@ -52,10 +52,7 @@ def _train(rank: int, size: int, address: str, hf_dir: str) -> dict[str, Any]:
     code = re.search(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     assert code is not None
     before, after = (
-        code[1]
-        .replace("127.0.0.1:50051", address)
-        .replace("acme/smol", f"tests/zero{size}")
-        .split("# to go on")
+        code[1].replace("127.0.0.1:50051", address).replace("acme/smol", f"tests/zero{size}").split("# to go on")
     )
 
     def whole() -> dict[str, Tensor]:
@@ -174,12 +171,8 @@ def _train_and_push(rank: int, size: int, address: str, model: str, stage: int, 
     with TrainerClient(address) as trainer:
         if stage == 3:
             with pytest.raises(InvalidArgument, match="ZeRO-3 has partitioned"):
-                trainer.push_state_dict(
-                    model, engine.module, step=2, optimizer=torch.optim.SGD([torch.ones(1)])
-                )
-        handle = trainer.push_state_dict(
-            model, engine.module, step=3, optimizer=engine.optimizer, state={"at": 3}
-        )
+                trainer.push_state_dict(model, engine.module, step=2, optimizer=torch.optim.SGD([torch.ones(1)]))
+        handle = trainer.push_state_dict(model, engine.module, step=3, optimizer=engine.optimizer, state={"at": 3})
         assert handle.training is not None
         handle.training.wait(timeout=120)
     return _gathered(engine), _options(engine), _steps(engine, rank, range(3, 6))
@@ -208,8 +201,7 @@ def test_a_training_state_goes_on_to_the_bit_and_fills_other_numbers_of_ranks(
             trainer.register_model(model, tmp_path, dtype=dtype)
         pushed = run_ranks(2, _train_and_push, 2, service.address, model, stage, dtype)
         restored = {
-            size: run_ranks(size, _restore_and_train, size, service.address, model, stage, dtype)
-            for size in (2, 3, 1)
+            size: run_ranks(size, _restore_and_train, size, service.address, model, stage, dtype) for size in (2, 3, 1)
         }
     expected, options, _ = pushed[0]
     for size, ranks in restored.items():

@@ -109,9 +109,7 @@ def others(arrays: Arrays, seed: int) -> dict[str, np.ndarray]:
     return {name: generator.standard_normal(a.shape, dtype=np.float32) for name, a in arrays.items()}
 
 
-def begin(
-    raw: RawClient, arrays: Arrays, step: int, ranks: int = 1, model: str = MODEL
-) -> tuple[int, list[bytes]]:
+def begin(raw: RawClient, arrays: Arrays, step: int, ranks: int = 1, model: str = MODEL) -> tuple[int, list[bytes]]:
     """Open a version and declare all ranks; its number, and the streams."""
     number, layouts = (
         raw.open(model, step=step, ranks=ranks),
@@ -282,9 +280,7 @@ def test_a_step_of_an_engine_that_began_early_has_waited_less_than_nothing(
     assert (done.version, done.error) == (number, "")
     assert done.parts["wait"] < 0
     assert done.parts["stage"] > early_s, "it ends when the version is ready"
-    assert sum(done.parts.values()) < passed_s - early_s + 0.01, (
-        "parts are counted from when the agent has heard"
-    )
+    assert sum(done.parts.values()) < passed_s - early_s + 0.01, "parts are counted from when the agent has heard"
 
 
 def grant(connection: LaneConnection, number: int, of: int) -> tuple[pb.WriteLoan, mmap.mmap]:
@@ -297,9 +293,7 @@ def grant(connection: LaneConnection, number: int, of: int) -> tuple[pb.WriteLoa
     return answer.write, memory
 
 
-def write(
-    loan: pb.WriteLoan, memory: mmap.mmap, layout_shards: Sequence[int], stream: bytes
-) -> list[tuple[int, int]]:
+def write(loan: pb.WriteLoan, memory: mmap.mmap, layout_shards: Sequence[int], stream: bytes) -> list[tuple[int, int]]:
     """Write some shards of a rank where they belong; their ranges in the stream."""
     places = {file.name: file.offset for file in loan.files}
     ranges = []
@@ -337,9 +331,7 @@ def test_no_early_byte_survives_of_a_rank_that_dies_and_writes_other_bytes(
     for step in range(2, 2 + ROUNDS):
         first, new = others(arrays, 1000 + step), others(arrays, step)
         number, streams = begin(raw, first, step, ranks=2)
-        other_streams = [
-            stream_of(new, rows_layout(new, r, 2), raw.answers[number, r].assigned) for r in range(2)
-        ]
+        other_streams = [stream_of(new, rows_layout(new, r, 2), raw.answers[number, r].assigned) for r in range(2)]
         rank.prepare_early(number)
         dying = chance.randrange(2)
         raw.push(MODEL, number, cut(streams[1 - dying]), rank=1 - dying)
@@ -513,9 +505,7 @@ def test_a_version_that_never_gets_ready_gives_way_to_another_one(
     check(model, newer)
 
 
-def test_what_is_ready_or_has_other_tensors_is_not_read_early(
-    rank: EngineRank, raw: RawClient, arrays: Arrays
-) -> None:
+def test_what_is_ready_or_has_other_tensors_is_not_read_early(rank: EngineRank, raw: RawClient, arrays: Arrays) -> None:
     assert rank._recorded is not None
     recording, client = rank._recorded.recording, rank.client()
     read = partial(read_arriving, client, MODEL)
@@ -605,9 +595,9 @@ def test_what_a_rank_has_written_is_staged_while_it_writes_the_rest(
 
     def push() -> None:
         with TrainerClient(service.address, lane="local") as trainer:
-            trainer.push_shards(
-                MODEL, layout, TensorSpace.HUGGING_FACE, source, step=2, rank=0, world_size=1
-            ).wait(timeout=60)
+            trainer.push_shards(MODEL, layout, TensorSpace.HUGGING_FACE, source, step=2, rank=0, world_size=1).wait(
+                timeout=60
+            )
 
     pushing = threading.Thread(target=push)
     pushing.start()

@@ -1,4 +1,6 @@
-"""Does the drafter of an engine that decodes speculatively follow the versions of its model, and is nothing of it stale unsaid?"""
+"""Does the drafter of an engine that decodes speculatively follow the versions of its model, and is nothing of it stale
+unsaid?
+"""
 
 from __future__ import annotations
 
@@ -282,9 +284,7 @@ def test_a_drafter_that_versions_leave_alone_is_refused_until_that_is_allowed_an
     for ask in (rank.prepare, rank.prepare_early, rank.apply):
         with pytest.raises(WeighbridgeError) as refused:
             ask(2)
-        assert f"{rank.engine.apart} would keep its weights when the engine takes {MODEL}@2" in str(
-            refused.value
-        )
+        assert f"{rank.engine.apart} would keep its weights when the engine takes {MODEL}@2" in str(refused.value)
     assert (rank.status().served, rank.status().stale) == (f"{MODEL}@1", "")
     rank.apply(1)  # as wake-ups do that bring back what the engine had
     rank.stale_drafter = "allow"

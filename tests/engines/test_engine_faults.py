@@ -1,7 +1,8 @@
 """Does a proof find and name every fault that is put into a live vLLM, and invent none?
 
-One server of two tensor-parallel ranks with a small mixture of experts, and one of two engines. ``WEIGHBRIDGE_ENGINE_FAULTS=1000`` injects as many faults in equal shares per
-kind, and makes as many proofs of an engine without a fault.
+One server of two tensor-parallel ranks with a small mixture of experts, and one of two engines.
+``WEIGHBRIDGE_ENGINE_FAULTS=1000`` injects as many faults in equal shares per kind, and makes as many proofs of an
+engine without a fault.
 """
 
 from __future__ import annotations
@@ -155,7 +156,9 @@ def test_each_fault_in_a_live_engine_is_found_and_named_and_none_is_invented(exp
 
 
 def by_two_who_agree(place: Place, number: int, wrong: dict[str, list[str]]) -> None:
-    """A wrong record of a loader is that of the update and of the proof; an agent finds it by the engine's own loader, which has put it right."""
+    """A wrong record of a loader is that of the update and of the proof; an agent finds it by the engine's own loader,
+    which has put it right.
+    """
     done = Follower(place.client, MODEL, place.engine, prove_every=1).take_to(number)
     assert done.proof == FAILED
     for rank, names in wrong.items():

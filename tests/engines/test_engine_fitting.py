@@ -1,4 +1,6 @@
-"""Is a version of another model found out, and is a model left alone by a loader that runs over stand-ins for its parameters?"""
+"""Is a version of another model found out, and is a model left alone by a loader that runs over stand-ins for its
+parameters?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Does an engine serve one version or none, whatever is killed in whichever phase of an update, and the newest when all are back?
+"""Does an engine serve one version or none, whatever is killed in whichever phase of an update, and the newest when all
+are back?
 
 ``WEIGHBRIDGE_ENGINE_KILLS=15`` kills as often in each phase; ``WEIGHBRIDGE_SEED`` repeats a run's random numbers.
 """
@@ -40,9 +41,7 @@ class Stage:
 
     def __init__(self, folder: Path, ref: str) -> None:
         tiny_model(CONFIG, 1).save_pretrained(folder / "hf")
-        self.service = KillableService(
-            folder / "store", local_socket=str(folder / "lane.sock"), open_lease=6.0
-        )
+        self.service = KillableService(folder / "store", local_socket=str(folder / "lane.sock"), open_lease=6.0)
         self.service.start()
         with TrainerClient(self.service.address) as trainer:
             trainer.register_model(MODEL, folder / "hf")
@@ -75,9 +74,7 @@ class Stage:
 
     def start_engine(self) -> None:
         """Start the ranks with the first version that there is."""
-        first = min(
-            each.number for each in self.client.versions(MODEL) if not each.error and each.ready_time_ms
-        )
+        first = min(each.number for each in self.client.versions(MODEL) if not each.error and each.ready_time_ms)
         self.cast.start_engine(first)
 
     def begin(self, chance: random.Random, where: str) -> None:
@@ -100,7 +97,9 @@ class Stage:
         self.cast.release()
 
     def check(self) -> set[tuple[str, int]]:
-        """All ranks that live serve the same version, of which all their parameters are, or say that they serve none; the version, and its step."""
+        """All ranks that live serve the same version, of which all their parameters are, or say that they serve none;
+        the version, and its step.
+        """
         found = set()
         for number, (status, parameters, _) in self.cast.look().items():
             if not status.served:
@@ -110,8 +109,7 @@ class Stage:
                 step
                 for step in range(1, self.step + 1)
                 if all(
-                    np.array_equal(parameters[name], array)
-                    for name, array in self.cast.expected(number, step).items()
+                    np.array_equal(parameters[name], array) for name, array in self.cast.expected(number, step).items()
                 )
             )
             assert self.client.version(MODEL, int(status.served.rpartition("@")[2])).step == step
@@ -160,9 +158,7 @@ def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
 
 
 @pytest.mark.parametrize(("stage", "phase"), [(phase, phase) for phase in PHASES], indirect=["stage"])
-def test_whatever_is_killed_an_engine_serves_one_version_or_none_and_then_the_newest(
-    stage: Stage, phase: str
-) -> None:
+def test_whatever_is_killed_an_engine_serves_one_version_or_none_and_then_the_newest(stage: Stage, phase: str) -> None:
     chance = random.Random(f"{phase}{first_seed()}")
     stage.check_newest()
     for count in range(KILLS):

@@ -33,9 +33,7 @@ class Doubling(Llama):
     """Computes with one of its weights."""
 
     def load_weights(self, weights: Weights) -> None:
-        super().load_weights(
-            (name, tensor * 2 if name == "lm_head.weight" else tensor) for name, tensor in weights
-        )
+        super().load_weights((name, tensor * 2 if name == "lm_head.weight" else tensor) for name, tensor in weights)
 
 
 class Refusing(Llama):
@@ -78,9 +76,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 
 @pytest.fixture(scope="module")
-def versions(
-    service: RunningService, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, torch.Tensor]]:
+def versions(service: RunningService, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
     """The tensors of versions 1 and 2, as transformers has written them."""
     found = []
     with TrainerClient(service.address) as trainer:
@@ -95,9 +91,7 @@ def versions(
 
 
 @pytest.fixture
-def source(
-    service: RunningService, versions: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> ModelSource:
+def source(service: RunningService, versions: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSource:
     monkeypatch.setenv("WEIGHBRIDGE_CACHE", str(tmp_path))
     return ModelSource(MODEL, service.address)
 
@@ -170,9 +164,7 @@ def test_a_parameter_that_would_be_left_in_part_is_refused_by_name_and_nothing_i
     model = LeavingOut(CONFIG, 0, 1)
     for parameter in model.parameters():
         parameter.data.fill_(7)
-    with pytest.raises(
-        RanksFailed, match="has nothing for model_layers_2_mlp_gate_up: 6144 of 12288 elements"
-    ):
+    with pytest.raises(RanksFailed, match="has nothing for model_layers_2_mlp_gate_up: 6144 of 12288 elements"):
         EngineRank(Alone(model)).apply(1, source)
     assert all(bool((parameter == 7).all()) for parameter in model.parameters())
 

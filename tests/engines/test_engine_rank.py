@@ -1,4 +1,6 @@
-"""Does the engine of docs/engines.md update real ranks from version to version, bit for bit, and all of them or none?"""
+"""Does the engine of docs/engines.md update real ranks from version to version, bit for bit, and all of them or
+none?
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,7 @@ def config(**overrides: Any) -> Any:
     return tiny_config("llama", tied=False, head_dim=8, **overrides)
 
 
-def push(
-    service: RunningService, name: str, folder: Path, seed: int, dtype: torch.dtype, **overrides: Any
-) -> None:
+def push(service: RunningService, name: str, folder: Path, seed: int, dtype: torch.dtype, **overrides: Any) -> None:
     tiny_model(config(**overrides), seed).to(dtype).save_pretrained(folder)
     with TrainerClient(service.address) as trainer:
         if seed == 1:
@@ -40,7 +40,9 @@ def push(
 
 @dataclass(frozen=True)
 class Place:
-    """A service with two versions of a model, the folders that they are of, and one for what engines keep for their next start."""
+    """A service with two versions of a model, the folders that they are of, and one for what engines keep for their
+    next start.
+    """
 
     service: RunningService
     folders: list[Path]
@@ -99,9 +101,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_each_rank_holds_the_bits_of_its_part_of_the_files_and_fetches_no_more(
-    place: Place, size: int
-) -> None:
+def test_each_rank_holds_the_bits_of_its_part_of_the_files_and_fetches_no_more(place: Place, size: int) -> None:
     for rank, found in enumerate(place.run(size, engine_ranks.go_to_versions)):
         for version, parameters in zip((1, 2, 1, 2), found["parameters"], strict=True):
             check_same(parameters, place.cut(version, rank, size))
@@ -171,9 +171,7 @@ def test_all_ranks_take_a_version_back_that_another_engine_could_not_take(place:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_version_that_comes_while_the_engine_sleeps_is_brought_by_its_wake_up(
-    place: Place, level: int
-) -> None:
+def test_a_version_that_comes_while_the_engine_sleeps_is_brought_by_its_wake_up(place: Place, level: int) -> None:
     """Level 1 keeps the parameters' values, level 2 does not."""
     one, two = f"{MODEL}@1", f"{MODEL}@2"
     for rank, found in enumerate(place.run(2, engine_ranks.sleep_and_wake, level)):
@@ -208,9 +206,7 @@ def test_a_version_that_comes_while_the_engine_sleeps_is_brought_by_its_wake_up(
             check_same(kept, place.cut(2, rank, 2))
 
         said, kept, status, owes = found["away"]  # version 1 waits; a rank can get neither it nor version 2
-        assert (
-            "was not prepared, and the engine keeps " + ("version 2" if level == 1 else "no version") in said
-        )
+        assert "was not prepared, and the engine keeps " + ("version 2" if level == 1 else "no version") in said
         assert (status.served, owes) == ((two, False) if level == 1 else ("", True))
         _, kept, status, owes = found["back"]
         assert (status.served, status.waiting, status.broken, owes) == (two, "", "", False)
@@ -235,9 +231,7 @@ def test_versions_of_other_models_are_refused_before_anything_is_touched(place: 
         ({"num_hidden_layers": 3}, "num_hidden_layers is 4, and 3"),
     ],
 )
-def test_an_engine_of_another_configuration_does_not_start(
-    place: Place, overrides: dict[str, int], said: str
-) -> None:
+def test_an_engine_of_another_configuration_does_not_start(place: Place, overrides: dict[str, int], said: str) -> None:
     assert all(said in each for each in place.run(2, engine_ranks.cannot_start, **overrides))
 
 

@@ -34,9 +34,7 @@ def test_a_step_that_some_ranks_have_pushed_is_pushed_by_none(
         for others, wanted in (((False, False), [7]), ((True, False), []), ((True, True), [])):
             pushes = GuardedPushes(client, "a/b", None, strict=False, logger=logger)
             pushes._pushed_step = 7 if others[0] else None
-            monkeypatch.setattr(
-                guarded_pushes, "of_all_ranks", lambda mine, _, others=others: [mine, ("", others[1])]
-            )
+            monkeypatch.setattr(guarded_pushes, "of_all_ranks", lambda mine, _, others=others: [mine, ("", others[1])])
             pushed.clear()
 
             def push(_weights: Any, step: int, _rank: int, _size: int) -> Any:

@@ -1,8 +1,10 @@
-"""Does one line in a Megatron trainer save everything that resuming needs, and does training resume from it in both ways?
+"""Does one line in a Megatron trainer save everything that resuming needs, and does training resume from it in both
+ways?
 
-The ranks save as Megatron-LM's ``save_checkpoint`` does: a state dict with arguments, iteration, model, optimizer, scheduler and random states. They are killed,
-their folders are lost, and new ranks resume: by `TrainerClient.restore`, and by loading the output of `TrainerClient.export_training` as ``--load`` does. The
-killed run had continued for a few steps after the save: its losses are the independent reference.
+The ranks save as Megatron-LM's ``save_checkpoint`` does: a state dict with arguments, iteration, model, optimizer,
+scheduler and random states. They are killed, their folders are lost, and new ranks resume: by `TrainerClient.restore`,
+and by loading the output of `TrainerClient.export_training` as ``--load`` does. The killed run had continued for a few
+steps after the save: its losses are the independent reference.
 """
 
 from __future__ import annotations
@@ -52,9 +54,7 @@ class Loop:
     def __init__(self, parallel: Parallel, *, distributed: bool, seed: int) -> None:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-        self.training = TrainingRank(
-            CONFIG, parallel, distributed=distributed, dtype=torch.bfloat16, seed=seed
-        )
+        self.training = TrainingRank(CONFIG, parallel, distributed=distributed, dtype=torch.bfloat16, seed=seed)
         self.scheduler = OptimizerParamScheduler(
             self.training.optimizer, init_lr=0.0, max_lr=1e-2, min_lr=1e-3, lr_warmup_steps=16, lr_decay_steps=80,
             lr_decay_style="cosine", start_wd=0.01, end_wd=0.1, wd_incr_steps=80, wd_incr_style="linear",
@@ -138,9 +138,7 @@ class Saved:
     after: After
 
 
-def _killed(
-    rank: int, address: str, hf_dir: str, folder: Path, parallel: Parallel, distributed: bool
-) -> None:
+def _killed(rank: int, address: str, hf_dir: str, folder: Path, parallel: Parallel, distributed: bool) -> None:
     loop = Loop(parallel, distributed=distributed, seed=0)
     options: dict[str, Any] = {"strict": True, "megatron_saves": distributed}
     with push_on_save(MODEL, address, hf_dir=hf_dir, run=str(folder), **options) as hook:
@@ -195,9 +193,7 @@ def _elsewhere(rank: int, address: str, parallel: Parallel, distributed: bool) -
     del rank
     loop = Loop(parallel, distributed=distributed, seed=3)
     with TrainerClient(address) as trainer:
-        trainer.restore(
-            MODEL, {"model": loop.training.sharded_state_dict()}, optimizer=loop.training.optimizer
-        )
+        trainer.restore(MODEL, {"model": loop.training.sharded_state_dict()}, optimizer=loop.training.optimizer)
     return loop.training.own_state()
 
 

@@ -1,7 +1,7 @@
 """Does one line in a Megatron trainer push what it saves, and never harm the save?
 
-The ranks save as Megatron-LM's training loop does (megatron/training/checkpointing.py): a state dict with the iteration, the
-model, its optimizer and random states, a strategy that shares the work among replicas, content metadata.
+The ranks save as Megatron-LM's training loop does (megatron/training/checkpointing.py): a state dict with the
+iteration, the model, its optimizer and random states, a strategy that shares the work among replicas, content metadata.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ def _listen() -> io.StringIO:
 
 @dataclass(frozen=True)
 class Saved:
-    """The report of one rank: version numbers by kind of save, and whether the hook restored everything that it replaced."""
+    """The report of one rank: version numbers by kind of save, and whether the hook restored everything that it
+    replaced.
+    """
 
     versions: dict[str, int]
     unhooked: bool
@@ -213,16 +215,12 @@ def test_the_ranks_make_one_version_of_each_step_with_the_steps_number(training:
     assert all(f"(step {step}) is in the store" in training.ranks[0].log for step in (10, 20, 30))
 
 
-def _load(
-    rank: int, config: PretrainedConfig, weights: dict[str, Tensor], folder: str, factor: float
-) -> bool:
+def _load(rank: int, config: PretrainedConfig, weights: dict[str, Tensor], folder: str, factor: float) -> bool:
     from megatron.core import dist_checkpointing
 
     trainer = Trainer(FEW, config, weights)
     trainer.scale(factor)
-    expected = {
-        name: tensor.clone() for name, tensor in trainer.model.state_dict().items() if tensor is not None
-    }
+    expected = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items() if tensor is not None}
     trainer.scale(7)
     loaded = dist_checkpointing.load({"model": trainer.model.sharded_state_dict()}, folder)
     found = {name: tensor for name, tensor in loaded["model"].items() if isinstance(tensor, Tensor)}
@@ -256,9 +254,7 @@ def _save_without_service(
     return heard.getvalue()
 
 
-def test_a_push_that_fails_on_one_rank_is_logged_and_the_save_goes_on(
-    training: Training, tmp_path: Path
-) -> None:
+def test_a_push_that_fails_on_one_rank_is_logged_and_the_save_goes_on(training: Training, tmp_path: Path) -> None:
     arguments = (training.address, CONFIG, training.all_weights, str(tmp_path), False)
     for log in run_ranks(FEW, _save_without_service, *arguments):
         assert "tests/saved: what is saved in" in log
@@ -269,9 +265,7 @@ def test_a_push_that_fails_on_one_rank_is_logged_and_the_save_goes_on(
         assert 40 not in {version.step for version in client.versions("tests/saved", include_invisible=True)}
 
 
-def test_a_push_that_fails_ends_a_strict_save_before_anything_is_written(
-    training: Training, tmp_path: Path
-) -> None:
+def test_a_push_that_fails_ends_a_strict_save_before_anything_is_written(training: Training, tmp_path: Path) -> None:
     arguments = (training.address, CONFIG, training.all_weights, str(tmp_path), True)
     with pytest.raises(RankError, match="FailedPrecondition: not all ranks can push"):
         run_ranks(FEW, _save_without_service, *arguments)
@@ -295,7 +289,5 @@ def test_a_push_that_fails_behind_the_trainers_back_is_logged(
     ("state_dict", "folder", "step"),
     [({"iteration": 7}, "iter_0000009", 7), ({}, "iter_0000009", 9), ({}, "/runs/5/step-12", 12)],
 )
-def test_the_step_is_the_iteration_or_the_folders_number(
-    state_dict: dict[str, Any], folder: str, step: int
-) -> None:
+def test_the_step_is_the_iteration_or_the_folders_number(state_dict: dict[str, Any], folder: str, step: int) -> None:
     assert step_of(state_dict, folder) == step

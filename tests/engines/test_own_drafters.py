@@ -64,7 +64,9 @@ class Engine(Alone):
 
 @dataclass
 class Place:
-    """A service with two versions of a policy and of its drafter, and one of a model with another structure than the drafter; and their tensors."""
+    """A service with two versions of a policy and of its drafter, and one of a model with another structure than the
+    drafter; and their tensors.
+    """
 
     service: RunningService
     tensors: dict[tuple[str, int], Tensors]
@@ -230,9 +232,7 @@ def test_a_rank_that_fails_takes_both_back_on_all_ranks_and_so_does_undo(place: 
 
 
 @pytest.mark.parametrize("where", ["pull", "model", "version"])
-def test_a_drafter_that_cannot_be_fetched_leaves_both_as_they_were_on_all_ranks(
-    place: Place, where: str
-) -> None:
+def test_a_drafter_that_cannot_be_fetched_leaves_both_as_they_were_on_all_ranks(place: Place, where: str) -> None:
     def fail(ranks: Counted) -> Any:
         rank = place.start(ranks)
         client = rank.client()
@@ -294,12 +294,8 @@ def test_a_version_that_leaves_a_part_of_the_drafter_alone_is_refused_by_its_nam
 ) -> None:
     own = rank.engine.own  # type: ignore[attr-defined]
     load = own.load_weights
-    monkeypatch.setattr(
-        own, "load_weights", lambda named: load((n, t) for n, t in named if "down_proj" not in n)
-    )
-    with pytest.raises(
-        WeighbridgeError, match=rf"{DRAFTER}@2 .*has nothing for drafter.model_layers_0_mlp_down_proj"
-    ):
+    monkeypatch.setattr(own, "load_weights", lambda named: load((n, t) for n, t in named if "down_proj" not in n))
+    with pytest.raises(WeighbridgeError, match=rf"{DRAFTER}@2 .*has nothing for drafter.model_layers_0_mlp_down_proj"):
         rank.apply(2, place.both(2))
     place.check(rank, 1, 1)
 

@@ -1,4 +1,5 @@
-"""Is what vLLM's processing makes of a version beside the engine what it makes in the engine, and is everything else left to the engine?
+"""Is what vLLM's processing makes of a version beside the engine what it makes in the engine, and is everything else
+left to the engine?
 
 Methods of layers are made up, to do what vLLM's do and what they might.
 """
@@ -84,9 +85,7 @@ def subject(layer: Any, loaded: dict[str, torch.Tensor]) -> Subject:
 
 
 def bits(tensors: dict[str, torch.Tensor]) -> dict[str, list[int]]:
-    return {
-        name: tensor.contiguous().view(torch.uint8).flatten().tolist() for name, tensor in tensors.items()
-    }
+    return {name: tensor.contiguous().view(torch.uint8).flatten().tolist() for name, tensor in tensors.items()}
 
 
 def storages(*layers: Any) -> set[int]:

@@ -76,9 +76,7 @@ def client(service: RunningService) -> Iterator[EngineClient]:
 
 
 @pytest.fixture
-def ranks(
-    service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[list[EngineRank]]:
+def ranks(service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EngineRank]]:
     """Two tensor-parallel ranks with version 2, by an update."""
     monkeypatch.setenv("WEIGHBRIDGE_CACHE", str(tmp_path))
     found = []
@@ -130,9 +128,7 @@ def flip(rank: EngineRank, chance: random.Random) -> str:
 
 def swap(rank: EngineRank, chance: random.Random) -> str:
     """Two tensors of one shape in one parameter, as experts are swapped: gate and up."""
-    name, parameter = chance.choice(
-        [each for each in rank.engine.model.named_parameters() if "gate_up" in each[0]]
-    )
+    name, parameter = chance.choice([each for each in rank.engine.model.named_parameters() if "gate_up" in each[0]])
     gate, up = parameter.data.chunk(2)
     parameter.data.copy_(torch.cat([up, gate]))
     return name
@@ -140,9 +136,7 @@ def swap(rank: EngineRank, chance: random.Random) -> str:
 
 def swap_rows(rank: EngineRank, chance: random.Random) -> str:
     """Two rows of one parameter."""
-    name, parameter = chance.choice(
-        [each for each in rank.engine.model.named_parameters() if each[1].ndim == 2]
-    )
+    name, parameter = chance.choice([each for each in rank.engine.model.named_parameters() if each[1].ndim == 2])
     first, second = chance.sample(range(len(parameter)), 2)
     parameter.data[[first, second]] = parameter.data[[second, first]]
     return name
@@ -199,9 +193,7 @@ def test_a_stale_head_that_nothing_was_recorded_for_is_named_as_not_compared(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool])
-@pytest.mark.parametrize(
-    "shape", [(), (0,), (1,), (3,), (8,), (65_536,), (65_537,), (3, 70_001), (129, 65_536)]
-)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (8,), (65_536,), (65_537,), (3, 70_001), (129, 65_536)])
 def test_a_digest_is_that_of_the_bytes_however_they_lie(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(1)
     whole = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
@@ -459,9 +451,7 @@ def test_an_engine_that_sleeps_through_an_update_owes_its_proof_until_it_wakes(
     ranks: list[EngineRank], client: EngineClient
 ) -> None:
     said: list[dict[str, object]] = []
-    proofs = due_proofs.DueProofs(
-        client, MODEL, Driver(ranks, lambda: None), 1, lambda **each: said.append(each)
-    )
+    proofs = due_proofs.DueProofs(client, MODEL, Driver(ranks, lambda: None), 1, lambda **each: said.append(each))
     assert proofs.after_update(2, later="the engine sleeps").verdict == NOT_PROVED
     assert said[-1]["proof_error"] == "version 2 is not proved: the engine sleeps"
     assert proofs.owed is None, "it is not asked again at once"
@@ -551,9 +541,7 @@ def test_an_engine_that_was_started_again_is_proved_whatever_is_due(
 def test_an_engine_of_which_nothing_can_be_compared_is_not_proved(
     ranks: list[EngineRank], client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for (
-        rank
-    ) in ranks:  # as where layers are wrapped for LoRA, or all weights are quantized as they are loaded
+    for rank in ranks:  # as where layers are wrapped for LoRA, or all weights are quantized as they are loaded
         targets = rank.engine.targets()
         monkeypatch.setattr(
             rank.engine,
@@ -607,9 +595,7 @@ def test_an_identity_that_may_pull_alone_proves_and_reports_it(tmp_path: Path) -
                 engine = Driver([rank], lambda: None)
                 run = Follower(agent, MODEL, engine, prove_every=1, reporter=reporter).run()
                 assert next(run).proof == PROVED
-                eventually(
-                    lambda: [(each.proof, each.identity) for each in there(agent)] == [(PROVED, "agent")]
-                )
+                eventually(lambda: [(each.proof, each.identity) for each in there(agent)] == [(PROVED, "agent")])
 
 
 def misplaced(recording: lazy.Recording) -> lazy.Recording:

@@ -1,4 +1,6 @@
-"""Does an engine that no agent stands beside report itself, by its first rank, and leave that to an agent that reports?"""
+"""Does an engine that no agent stands beside report itself, by its first rank, and leave that to an agent that
+reports?
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Does an API server of vLLM hand its engines the right version of an adapter, and refuse one that they cannot serve before it is loaded?
+"""Does an API server of vLLM hand its engines the right version of an adapter, and refuse one that they cannot serve
+before it is loaded?
 
-Without vLLM: its engines are fakes behind the real guard, and its table of models is a dict. `test_vllm_adapters.py` has vLLM itself.
+Without vLLM: its engines are fakes behind the real guard, and its table of models is a dict. `test_vllm_adapters.py`
+has vLLM itself.
 """
 
 from __future__ import annotations
@@ -87,9 +89,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.guard = Guard(self, lambda: asdict(self.state), self.take)  # type: ignore[arg-type]
-        self.model_executor = SimpleNamespace(
-            collective_rpc=lambda what, args=(): [what(*args)], is_sleeping=False
-        )
+        self.model_executor = SimpleNamespace(collective_rpc=lambda what, args=(): [what(*args)], is_sleeping=False)
         self.scheduler = SimpleNamespace(requests={})
         self.refused: list[str] = []
 
@@ -124,9 +124,7 @@ class Server:
 
     engines: list[Engine]
     models: Any = field(
-        default_factory=lambda: SimpleNamespace(
-            lora_requests={}, is_base_model=lambda name: name == "acme/smol"
-        )
+        default_factory=lambda: SimpleNamespace(lora_requests={}, is_base_model=lambda name: name == "acme/smol")
     )
     vllm_config: Any = field(
         default_factory=lambda: SimpleNamespace(
@@ -190,9 +188,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHBRIDGE_CACHE", str(tmp_path / "cache"))
 
 
-def test_all_engines_load_the_version_that_a_ref_names_when_a_request_is_admitted(
-    place: Place, tmp_path: Path
-) -> None:
+def test_all_engines_load_the_version_that_a_ref_names_when_a_request_is_admitted(place: Place, tmp_path: Path) -> None:
     first, server = place.push("acme/moves", 1), Server([Engine(), Engine()])
 
     async def run() -> None:
@@ -203,9 +199,7 @@ def test_all_engines_load_the_version_that_a_ref_names_when_a_request_is_admitte
         assert await admitted(admission, "acme/moves@latest") == second
         assert await admitted(admission, "acme/moves@001") == first
         assert list(server.models.lora_requests) == [first, second]
-        assert all(
-            key_in(each.path) and each.base == "acme/smol@1" for each in server.models.lora_requests.values()
-        )
+        assert all(key_in(each.path) and each.base == "acme/smol@1" for each in server.models.lora_requests.values())
 
     asyncio.run(run())
     for name in (first, second := first.replace("@1", "@2")):
@@ -293,9 +287,7 @@ def test_an_adapter_is_refused_if_its_digest_of_the_base_is_not_that_of_the_vers
         version = client.version(name)
     other = replace(version, metadata={**version.metadata, "weighbridge.base_digest": "ab" * 32})
     monkeypatch.setattr(admissions, "AdapterVersion", SimpleNamespace(of=lambda _: AdapterVersion.of(other)))
-    with pytest.raises(
-        FailedPrecondition, match=f"with the digest {'ab' * 6}, .* serves another acme/smol@1"
-    ):
+    with pytest.raises(FailedPrecondition, match=f"with the digest {'ab' * 6}, .* serves another acme/smol@1"):
         asyncio.run(admitted(place.admission(Server([engine])), name))
     assert not engine.reads
     monkeypatch.setattr(admissions, "AdapterVersion", AdapterVersion)
@@ -338,9 +330,7 @@ def test_an_adapter_of_another_base_is_refused_by_both_names_and_served_when_the
         request = SimpleNamespace(lora_name=name, base_model_name="acme/smol@1")
         assert "acme/smol@2" in engine.guard.problem(request)
         await admission.engine_state()
-        with pytest.raises(
-            FailedPrecondition, match=r"is on acme/smol@1, and this engine serves acme/smol@2"
-        ):
+        with pytest.raises(FailedPrecondition, match=r"is on acme/smol@1, and this engine serves acme/smol@2"):
             await admitted(admission, name)
         engine.become(base="acme/smol@1")
         assert await admitted(admission, name) == name
@@ -406,9 +396,7 @@ def test_what_an_engine_cannot_serve_is_refused_with_the_reason_before_it_is_loa
     assert not engine.loaded
 
 
-@pytest.mark.parametrize(
-    "options", [{"use_rslora": True}, {"alpha_pattern": {"q_proj": 3}}], ids=["rslora", "alpha"]
-)
+@pytest.mark.parametrize("options", [{"use_rslora": True}, {"alpha_pattern": {"q_proj": 3}}], ids=["rslora", "alpha"])
 def test_what_a_release_of_vllm_does_not_read_of_a_config_is_refused(options: dict[str, Any]) -> None:
     config = {**PLAIN, **options}
     assert not config_problems(config, ENGINE)
@@ -489,9 +477,7 @@ def test_what_vllm_says_of_an_adapter_that_it_does_not_load_is_the_answer_and_it
     assert asyncio.run(admitted(admission, name)) == name
 
 
-def test_the_oldest_are_forgotten_but_not_what_a_request_is_answered_with(
-    place: Place, tmp_path: Path
-) -> None:
+def test_the_oldest_are_forgotten_but_not_what_a_request_is_answered_with(place: Place, tmp_path: Path) -> None:
     names = [place.push(f"acme/many-{number}") for number in range(4)]
     server = Server([Engine()])
     kept = tmp_path / "cache" / "vllm-adapters"
@@ -560,9 +546,7 @@ def test_a_push_under_a_number_that_was_given_again_has_a_folder_of_its_own() ->
     assert found.name == later.name == "acme/alice@3"
     assert found.key != later.key
     assert AdapterVersion.of(replace(version, metadata={})) is None
-    assert "deleted" in base_problem(
-        found.name, found.base, replace(ENGINE, created_ms=5), BaseNow(found.base, 6)
-    )
+    assert "deleted" in base_problem(found.name, found.base, replace(ENGINE, created_ms=5), BaseNow(found.base, 6))
 
 
 def test_engines_together_have_what_all_of_them_have() -> None:
@@ -583,9 +567,7 @@ def test_settings_that_cannot_be_are_refused(text: str) -> None:
 
 
 def test_settings_that_are_null_count_as_not_given_and_whole_numbers_of_seconds_are_taken() -> None:
-    found = AdapterSettings.read(
-        '{"patterns": "acme/*", "server": null, "keep_bytes": null, "retry_seconds": 7}'
-    )
+    found = AdapterSettings.read('{"patterns": "acme/*", "server": null, "keep_bytes": null, "retry_seconds": 7}')
     assert found == AdapterSettings(("acme/*",), retry_seconds=7)
     with pytest.raises(InvalidArgument, match="has no 'pattern'; did you mean patterns"):
         AdapterSettings.read('{"pattern": "acme/*"}')
@@ -674,9 +656,7 @@ class Behind:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
-        self.seen.append(
-            message["body"] + (await receive())["body"] if message.get("more_body") else message["body"]
-        )
+        self.seen.append(message["body"] + (await receive())["body"] if message.get("more_body") else message["body"])
         if self.before is not None:
             self.before()
         status, body = self.answers[-1]
@@ -688,9 +668,7 @@ class Behind:
 def asks(place: Place, monkeypatch: pytest.MonkeyPatch) -> tuple[Behind, Any, Server]:
     said = {"patterns": ["acme/*"], "server": place.running.address, "lane": "grpc", "retry_seconds": 0.2}
     monkeypatch.setenv(VARIABLE, json.dumps(said))
-    monkeypatch.setattr(
-        "weighbridge.integrations.vllm_adapters.middleware.request_of", lambda: lambda order: order
-    )
+    monkeypatch.setattr("weighbridge.integrations.vllm_adapters.middleware.request_of", lambda: lambda order: order)
     behind = Behind()
     return behind, Adapters(AuthenticationMiddleware(behind)), Server([Engine()])
 
@@ -718,9 +696,7 @@ def test_vllm_sees_the_version_and_nothing_else_of_a_body_is_changed(
         assert behind.seen[-1] == other
 
 
-def test_who_may_not_ask_the_server_has_it_fetch_nothing(
-    asks: tuple[Behind, Any, Server], place: Place
-) -> None:
+def test_who_may_not_ask_the_server_has_it_fetch_nothing(asks: tuple[Behind, Any, Server], place: Place) -> None:
     behind, app, server = asks
     name = place.push("acme/closed")
     asked_for = Request(json.dumps({"model": name}).encode(), ((b"content-type", b"application/json"),))
@@ -815,9 +791,7 @@ def test_the_command_loads_into_a_vllm_what_it_serves_and_unloads_it(
             with pytest.raises(EngineFailed, match="has no version 9"):
                 driver.load_adapter(client, "acme/commanded", 9)
     with json_server(lambda _path, _said: (404, {"detail": "Not Found"})) as url:
-        refused = CliRunner().invoke(
-            commands, ["adapters", name, "--url", url, "--server", place.running.address]
-        )
+        refused = CliRunner().invoke(commands, ["adapters", name, "--url", url, "--server", place.running.address])
         assert refused.exit_code != 0
         assert "--middleware" in refused.output
 

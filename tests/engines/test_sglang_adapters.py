@@ -1,4 +1,6 @@
-"""Does a live SGLang server compute the same as peft with an adapter from the service, and only on the base version that the adapter names?"""
+"""Does a live SGLang server compute the same as peft with an adapter from the service, and only on the base version
+that the adapter names?
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,7 @@ def adapted(seed: int, base: int, **options: Any) -> Any:
     """An adapter on the model of a version that changes its output."""
     torch.manual_seed(seed)
     given = {"r": 4, "lora_alpha": 16, "target_modules": MODULES, "init_lora_weights": False, **options}
-    return peft.get_peft_model(
-        tiny_model(tiny_config("qwen3", tied=False), base), peft.LoraConfig(**given)
-    ).eval()
+    return peft.get_peft_model(tiny_model(tiny_config("qwen3", tied=False), base), peft.LoraConfig(**given)).eval()
 
 
 def said(model: Any) -> list[int]:
@@ -76,7 +76,9 @@ def engine(service: KillableService, tmp_path_factory: pytest.TempPathFactory) -
 def test_it_answers_by_the_version_that_a_request_names_and_unloads(
     engine: Engine, service: KillableService, tmp_path: Path
 ) -> None:
-    """SGLang reads files of adapters by the load format of its model, so one that has started from the service takes tensors alone."""
+    """SGLang reads files of adapters by the load format of its model, so one that has started from the service takes
+    tensors alone.
+    """
     plain = said(tiny_model(tiny_config("qwen3", tied=False), 1))
     expected = {1: said(adapted(5, 1)), 2: said(adapted(6, 1))}
     assert len({tuple(each) for each in (plain, *expected.values())}) == 3
@@ -88,9 +90,7 @@ def test_it_answers_by_the_version_that_a_request_names_and_unloads(
             assert engine.says(f"{ALICE}@{number}")[0] == text
         assert engine.says()[0] == plain
         assert driver.adapters() == (f"{ALICE}@1", f"{ALICE}@2")
-        with pytest.raises(
-            FailedPrecondition, match=f"{ALICE}@3 is on {MODEL}@2, and this engine serves {MODEL}@1"
-        ):
+        with pytest.raises(FailedPrecondition, match=f"{ALICE}@3 is on {MODEL}@2, and this engine serves {MODEL}@1"):
             driver.load_adapter(client, ALICE, "latest")
         with pytest.raises(FailedPrecondition, match="SGLang cannot serve tests/bob@1") as refused:
             driver.load_adapter(client, BOB)
@@ -104,9 +104,7 @@ def test_it_answers_by_the_version_that_a_request_names_and_unloads(
         driver.unload_adapter(ALICE, 2)
 
 
-def test_the_base_of_adapters_is_updated_once_they_are_unloaded(
-    engine: Engine, service: KillableService
-) -> None:
+def test_the_base_of_adapters_is_updated_once_they_are_unloaded(engine: Engine, service: KillableService) -> None:
     driver = engine.driver
     with EngineClient(service.address) as client:
         driver.load_adapter(client, ALICE, 1)

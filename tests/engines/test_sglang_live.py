@@ -1,4 +1,5 @@
-"""Does a live SGLang server start from the service, follow it to other versions, and answer with the version that it reports despite failures?
+"""Does a live SGLang server start from the service, follow it to other versions, and answer with the version that it
+reports despite failures?
 
 Its text is compared with that of transformers on the same files.
 """
@@ -74,9 +75,7 @@ def texts(service: KillableService, tmp_path_factory: pytest.TempPathFactory) ->
             if seed == 1:
                 trainer.register_model(MODEL, folder)
             version = trainer.push_folder(MODEL, folder, step=seed).wait(timeout=60)
-            said = model.generate(
-                torch.tensor([PROMPT]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False
-            )
+            said = model.generate(torch.tensor([PROMPT]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
             found[version.number] = said[0, len(PROMPT) :].tolist()
         folder = tmp_path_factory.mktemp("other")
         tiny_model(tiny_config("qwen3", tied=False, vocab_size=256), 4).save_pretrained(folder)
@@ -97,7 +96,9 @@ class Engine:
         return SglangServer(self.url, service, model, timeout=120)
 
     def says(self, adapter: str | None = None) -> tuple[list[int], str]:
-        """The tokens that the engine generates from the prompt, with an adapter if named, and the version that it reports for them."""
+        """The tokens that the engine generates from the prompt, with an adapter if named, and the version that it
+        reports for them.
+        """
         body = {
             "input_ids": PROMPT,
             "lora_path": adapter,
@@ -112,7 +113,9 @@ class Engine:
 
 
 def first_version(service: KillableService, folder: Path) -> str:
-    """The source from which a server starts: the service, or a folder with the same files if this release has no plug-ins."""
+    """The source from which a server starts: the service, or a folder with the same files if this release has no
+    plug-ins.
+    """
     if HAS_PLUGINS:
         return f"weighbridge://{service.address}/{MODEL}@1"
     tiny_model(tiny_config("qwen3", tied=False), 1).save_pretrained(folder)
@@ -138,7 +141,8 @@ def live(service: KillableService, tp: int, log: Path, *options: str) -> Iterato
                     MODEL,
                 ),
                 *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
-                # SGLang counts as its own what other processes take of the memory while it loads; the tokens bound what it takes itself
+                # SGLang counts as its own what other processes take of the memory while it loads; the tokens bound what
+                # it takes itself
                 *("--mem-fraction-static", "0.5", "--max-total-tokens", "2048", "--disable-overlap-schedule"),
                 *("--skip-tokenizer-init", "--skip-server-warmup"),
                 *options,
@@ -181,9 +185,7 @@ def engine(
 
 
 @pytest.mark.skipif(not HAS_PLUGINS, reason="faults come by a plug-in")
-def test_a_server_is_proved_and_each_fault_in_it_is_found_and_named(
-    engine: Engine, service: KillableService
-) -> None:
+def test_a_server_is_proved_and_each_fault_in_it_is_found_and_named(engine: Engine, service: KillableService) -> None:
     kinds, chance = ("flip", "swap_rows", "stale", "skip", "half", "record"), random.Random(first_seed())
     ask, names, served = engine.driver.evidence, [*engine.driver.evidence()], 1
     update(engine.driver, served)
@@ -220,9 +222,7 @@ def test_a_server_is_proved_and_each_fault_in_it_is_found_and_named(
         assert (found["verdict"], found["version"], [*found["ranks"]]) == (PROVED, served, names)
 
 
-@pytest.mark.skipif(
-    not HAS_PLUGINS, reason="this release calls no plug-in before it reads a model's configuration"
-)
+@pytest.mark.skipif(not HAS_PLUGINS, reason="this release calls no plug-in before it reads a model's configuration")
 def test_a_server_starts_from_the_service_and_says_what_transformers_says(
     engine: Engine, texts: dict[int, list[int]]
 ) -> None:
@@ -263,9 +263,7 @@ def test_golden_prompts_keep_the_bound_after_each_update_and_another_version_or_
     update(engine.driver, 2)
 
 
-def test_requests_under_way_wait_out_an_update_and_are_answered(
-    engine: Engine, texts: dict[int, list[int]]
-) -> None:
+def test_requests_under_way_wait_out_an_update_and_are_answered(engine: Engine, texts: dict[int, list[int]]) -> None:
     update(engine.driver, 1)
     answers: list[tuple[list[int], str]] = []
     askers = [threading.Thread(target=lambda: answers.append(engine.says())) for _ in range(4)]
@@ -330,9 +328,7 @@ def test_a_version_of_a_model_that_does_not_fit_is_refused(
     assert other.serving().version is None
 
 
-def test_of_two_updates_at_once_none_leaves_the_engine_in_between(
-    engine: Engine, texts: dict[int, list[int]]
-) -> None:
+def test_of_two_updates_at_once_none_leaves_the_engine_in_between(engine: Engine, texts: dict[int, list[int]]) -> None:
     errors: list[WeighbridgeError] = []
 
     def one(version: int) -> None:

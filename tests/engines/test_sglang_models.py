@@ -1,4 +1,6 @@
-"""Do the parameters of real SGLang models become what SGLang's own loader makes of the whole files, and does each rank bring only its own?"""
+"""Do the parameters of real SGLang models become what SGLang's own loader makes of the whole files, and does each rank
+bring only its own?
+"""
 
 from __future__ import annotations
 
@@ -54,9 +56,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 
 @pytest.fixture(scope="module")
-def folders(
-    service: RunningService, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Path, Path]]:
+def folders(service: RunningService, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """The files of versions 1 and 2 of each model, as transformers has written them."""
     assert UNMAPPED.keys().isdisjoint(model_types())
     configs: dict[str, PretrainedConfig] = {
@@ -83,9 +83,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield started
 
 
-@pytest.mark.skipif(
-    not HAS_PLUGINS, reason="this release calls no plug-in before it reads a model's configuration"
-)
+@pytest.mark.skipif(not HAS_PLUGINS, reason="this release calls no plug-in before it reads a model's configuration")
 @pytest.mark.parametrize("name", [*FAMILIES, *UNMAPPED])
 def test_a_rank_holds_after_a_pull_what_its_own_loader_makes_of_all_files_and_brings_no_more(
     name: str, engine: Ranks, service: RunningService, folders: dict[str, tuple[Path, Path]]

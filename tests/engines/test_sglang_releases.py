@@ -1,6 +1,8 @@
-"""Does a scheduler of an older SGLang empty its caches in a pause though requests wait, and only then, and are methods found by the names they have?
+"""Does a scheduler of an older SGLang empty its caches in a pause though requests wait, and only then, and are methods
+found by the names they have?
 
-And does nothing that old weights have computed answer for new ones: neither embeddings of images, nor what is kept outside the engine?
+And does nothing that old weights have computed answer for new ones: neither embeddings of images, nor what is kept
+outside the engine?
 """
 
 from __future__ import annotations
@@ -51,9 +53,7 @@ class NewerScheduler(Scheduler):
         (NewerScheduler(paused=True), False),
     ],
 )
-def test_requests_that_wait_do_not_keep_a_paused_scheduler_from_flushing(
-    scheduler: Scheduler, flushes: bool
-) -> None:
+def test_requests_that_wait_do_not_keep_a_paused_scheduler_from_flushing(scheduler: Scheduler, flushes: bool) -> None:
     assert releases.flush(type(scheduler).flush_cache, scheduler, empty_cache=True) is flushes
     assert scheduler.waiting_queue == ["a request"]
 
@@ -97,7 +97,9 @@ class Rank:
 
 
 def embeddings(monkeypatch: pytest.MonkeyPatch, module: str, rank: Rank) -> dict[int, str]:
-    """A cache of multimodal embeddings where a release has it, by hashes of images, in a process whose model is this rank's."""
+    """A cache of multimodal embeddings where a release has it, by hashes of images, in a process whose model is this
+    rank's.
+    """
     place, model = ModuleType(module), ModuleType("weighbridge.integrations.sglang.model")
     cache = {11: "by version 1"}
     model.__dict__.update(
@@ -112,9 +114,7 @@ def embeddings(monkeypatch: pytest.MonkeyPatch, module: str, rank: Rank) -> dict
 
 
 @pytest.mark.parametrize("module", ["mm_schedule", "mm_utils"])  # of 0.5.23, and up to 0.5.15
-def test_images_that_come_again_are_encoded_by_the_new_weights(
-    monkeypatch: pytest.MonkeyPatch, module: str
-) -> None:
+def test_images_that_come_again_are_encoded_by_the_new_weights(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     cache = embeddings(monkeypatch, f"sglang.srt.managers.{module}", Rank())
     load(None, WANTED)  # type: ignore[arg-type]  # the rank is there already
     assert cache == {}
@@ -154,9 +154,7 @@ def test_an_engine_that_drafts_without_a_model_has_nothing_that_updates_leave_al
 
 
 def test_a_drafter_that_updates_leave_alone_is_named() -> None:
-    said = configuration.drafter_of(
-        {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "acme/eagle"}
-    )
+    said = configuration.drafter_of({"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "acme/eagle"})
     assert said == "the drafter acme/eagle of --speculative-algorithm EAGLE3"
     assert configuration.drafter_of({"speculative_algorithm": "NEXTN"}).endswith("NEXTN")
 

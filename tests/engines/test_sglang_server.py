@@ -1,7 +1,9 @@
-"""Does the driver take an SGLang server from version to version in SGLang's own order of steps, and say what it serves when one fails?
+"""Does the driver take an SGLang server from version to version in SGLang's own order of steps, and say what it serves
+when one fails?
 
-The server here answers as the source of SGLang 0.5.23 says (``entrypoints/http_server.py``, ``scheduler_components/weight_updater.py``), or
-as that of 0.5.15, which has no sessions, and its ranks as the plug-in does. `test_sglang_live` runs the same driver against a real one.
+The server here answers as the source of SGLang 0.5.23 says (``entrypoints/http_server.py``,
+``scheduler_components/weight_updater.py``), or as that of 0.5.15, which has no sessions, and its ranks as the plug-in
+does. `test_sglang_live` runs the same driver against a real one.
 """
 
 from __future__ import annotations
@@ -64,16 +66,12 @@ class FakeSglang:
                 return 404, {"detail": "Not Found"}
             case "/begin_weight_update":
                 if self.session:
-                    return self._said(
-                        False, "a weight-update session is already open; call end_weight_update() first"
-                    )
+                    return self._said(False, "a weight-update session is already open; call end_weight_update() first")
                 self.session = True
                 return self._said(True, "Success")
             case "/end_weight_update":
                 if not self.session:
-                    return self._said(
-                        False, "no weight-update session is open; call begin_weight_update() first"
-                    )
+                    return self._said(False, "no weight-update session is open; call begin_weight_update() first")
                 self.session = False
                 return self._said(True, "Success")
             case "/update_weights_from_tensor":
@@ -253,10 +251,7 @@ def test_a_server_of_several_parts_is_refused_before_an_update(
 def test_ranks_that_serve_different_versions_serve_none(engine: FakeSglang, driver: SglangServer) -> None:
     engine.served[1] = "acme/smol@2"
     assert driver.serving().version is None
-    assert (
-        "different versions are served: acme/smol@1 by rank 0; acme/smol@2 by rank 1"
-        in driver.serving().broken
-    )
+    assert "different versions are served: acme/smol@1 by rank 0; acme/smol@2 by rank 1" in driver.serving().broken
 
 
 def test_an_engine_with_half_a_version_says_so(engine: FakeSglang, driver: SglangServer) -> None:
@@ -265,9 +260,7 @@ def test_an_engine_with_half_a_version_says_so(engine: FakeSglang, driver: Sglan
 
 
 @pytest.mark.parametrize("served", ["", "acme/other@7"])
-def test_an_engine_with_other_weights_serves_no_version(
-    served: str, engine: FakeSglang, driver: SglangServer
-) -> None:
+def test_an_engine_with_other_weights_serves_no_version(served: str, engine: FakeSglang, driver: SglangServer) -> None:
     engine.served = [served, served]
     assert driver.serving().version is None
 
@@ -297,10 +290,7 @@ class Versions:
         self.numbers = numbers
 
     def watch_refs(self, refs: list[tuple[str, str]]) -> Iterator[tuple[str, SimpleNamespace]]:
-        return (
-            (refs[0][1], SimpleNamespace(number=number, traceparent="", metadata={}))
-            for number in self.numbers
-        )
+        return ((refs[0][1], SimpleNamespace(number=number, traceparent="", metadata={})) for number in self.numbers)
 
     def version(self, model: str, ref: str) -> SimpleNamespace:
         return SimpleNamespace(number=self.numbers[-1], traceparent="")
@@ -317,9 +307,7 @@ def test_an_agent_takes_the_server_along_and_says_which_version_it_serves(
     assert engine.label == "acme/smol@2"
 
 
-def test_an_agent_whose_server_refuses_lets_it_go_on_with_what_it_has(
-    engine: FakeSglang, driver: SglangServer
-) -> None:
+def test_an_agent_whose_server_refuses_lets_it_go_on_with_what_it_has(engine: FakeSglang, driver: SglangServer) -> None:
     engine.refuses = "rank 1: vocab_size is 256, and 128 in the engine"
     [failed, *_] = Follower(cast("Any", Versions(2)), MODEL, driver, retry_seconds=0).run()
     assert (failed.version, failed.serves) == (2, 1)
@@ -334,9 +322,7 @@ def test_an_agent_does_not_let_half_a_version_answer(engine: FakeSglang, driver:
     assert engine.paused
 
 
-@pytest.mark.parametrize(
-    ("url", "mode"), [("127.0.0.1:30000", "retract"), ("http://127.0.0.1:30000", "stop")]
-)
+@pytest.mark.parametrize(("url", "mode"), [("127.0.0.1:30000", "retract"), ("http://127.0.0.1:30000", "stop")])
 def test_what_is_no_address_or_no_way_to_pause_is_refused(url: str, mode: str) -> None:
     with pytest.raises(InvalidArgument):
         SglangServer(url, "127.0.0.1:50051", MODEL, pause_mode=mode)
@@ -369,9 +355,7 @@ def test_a_model_path_that_names_none_is_refused(url: str) -> None:
         Wanted.from_url(url)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"server": "h:1"}', '{"server": "h:1", "model": "a/b", "other": 1}']
-)
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"server": "h:1"}', '{"server": "h:1", "model": "a/b", "other": 1}'])
 def test_a_request_that_does_not_say_what_is_wanted_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument):
         Wanted.from_json(text)

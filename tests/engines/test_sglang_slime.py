@@ -1,6 +1,7 @@
 """Does a live SGLang server answer by the weights that Megatron ranks hold, after slime's updater has moved them?
 
-Its text is compared with that of transformers on the same weights. The trainer's side is that of `tests.frameworks.test_slime`.
+Its text is compared with that of transformers on the same weights. The trainer's side is that of
+`tests.frameworks.test_slime`.
 """
 
 from __future__ import annotations
@@ -47,16 +48,12 @@ def service(tmp_path: Path, models: list[PreTrainedModel]) -> Iterator[KillableS
 
 def said(model: PreTrainedModel) -> list[int]:
     """The tokens that transformers generates from the prompt."""
-    tokens = model.generate(
-        torch.tensor([PROMPT]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False
-    )
+    tokens = model.generate(torch.tensor([PROMPT]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
     found: list[int] = tokens[0, len(PROMPT) :].tolist()
     return found
 
 
-def train(
-    rank: int, config: PretrainedConfig, weights: list[dict[str, Tensor]], address: str, url: str
-) -> None:
+def train(rank: int, config: PretrainedConfig, weights: list[dict[str, Tensor]], address: str, url: str) -> None:
     """Hold one model's weights after the other's, each brought to the engine."""
     del rank
     model = build_family_model(config, PARALLEL)

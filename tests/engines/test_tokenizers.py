@@ -18,9 +18,7 @@ from weighbridge.integrations.transformers import tokenizer_from_weighbridge
 MODEL = "acme/tiny"
 
 
-def test_a_tokenizer_comes_with_its_model_and_none_is_made_up(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tokenizer_comes_with_its_model_and_none_is_made_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tiny_folder(tmp_path / "hf").folder
     with running_service(tmp_path / "store") as service, TrainerClient(service.address) as trainer:
         with caplog.at_level(logging.WARNING):

@@ -1,4 +1,6 @@
-"""Has a version that transformers' Trainer pushes what `save_pretrained` writes beside the weights, so that engines stop where the trainer does?"""
+"""Has a version that transformers' Trainer pushes what `save_pretrained` writes beside the weights, so that engines
+stop where the trainer does?
+"""
 
 from __future__ import annotations
 

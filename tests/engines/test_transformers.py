@@ -1,4 +1,5 @@
-"""Do transformers models start from the service and go from version to version, as if they had been loaded from its folders?
+"""Do transformers models start from the service and go from version to version, as if they had been loaded from its
+folders?
 
 `make test-transformers` runs the same with the newest transformers, which stacks experts when it loads them.
 """
@@ -124,9 +125,7 @@ def test_each_rank_brings_its_slices_and_all_of_them_go_or_none(
 ) -> None:
     model = models[family]
     ranks = client.call_ranks(2, client.tensor_parallel, service.address, model.name, model.folders)
-    whole = sum(
-        tensor.nbytes for tensor in AutoModelForCausalLM.from_pretrained(model.folders[0]).parameters()
-    )
+    whole = sum(tensor.nbytes for tensor in AutoModelForCausalLM.from_pretrained(model.folders[0]).parameters())
     for rank in ranks:
         assert rank["different"] == []
         assert max(rank["logits"]) < 1e-4
@@ -175,9 +174,7 @@ def test_a_live_model_that_does_not_fit_is_left_alone(
     assert (found["different"], found["version"]) == ([], None)
 
 
-def test_a_live_model_from_elsewhere_goes_to_a_version(
-    service: RunningService, models: dict[str, Model]
-) -> None:
+def test_a_live_model_from_elsewhere_goes_to_a_version(service: RunningService, models: dict[str, Model]) -> None:
     model = tiny_model(tiny_config("llama", tied=False, torch_dtype="bfloat16"), 3).bfloat16()
     with pytest.raises(FailedPrecondition, match="does not come from the service"):
         update(model)
@@ -227,9 +224,7 @@ def test_a_model_keeps_its_version_when_another_lacks_a_tensor(
     assert client.differences(model, AutoModelForCausalLM.from_pretrained(models["llama"].folders[0])) == []
 
 
-def test_of_two_updates_at_once_the_second_is_refused(
-    service: RunningService, models: dict[str, Model]
-) -> None:
+def test_of_two_updates_at_once_the_second_is_refused(service: RunningService, models: dict[str, Model]) -> None:
     under_way, go_on = threading.Event(), threading.Event()
 
     class Slow(EngineClient):
@@ -252,9 +247,7 @@ def test_of_two_updates_at_once_the_second_is_refused(
     assert version.number == 2
 
 
-def test_what_is_missing_is_initialised_if_that_is_asked_for(
-    service: RunningService, models: dict[str, Model]
-) -> None:
+def test_what_is_missing_is_initialised_if_that_is_asked_for(service: RunningService, models: dict[str, Model]) -> None:
     with pytest.raises(FailedPrecondition, match=r"score\.weight"):
         from_weighbridge("tests/llama@1", service.address, model_class=AutoModelForSequenceClassification)
     model = from_weighbridge(
@@ -281,9 +274,7 @@ def test_options_do_what_they_do_in_from_pretrained(
     service: RunningService, models: dict[str, Model], options: dict[str, Any]
 ) -> None:
     expected = AutoModelForCausalLM.from_pretrained(models["llama"].folders[0], **options)
-    found = from_weighbridge(
-        "tests/llama@1", service.address, strict="num_hidden_layers" not in options, **options
-    )
+    found = from_weighbridge("tests/llama@1", service.address, strict="num_hidden_layers" not in options, **options)
     assert client.differences(found, expected) == []
     configs = [model.config.to_diff_dict() for model in (found, expected)]
     assert configs[0] | {"_name_or_path": ""} == configs[1] | {"_name_or_path": ""}
@@ -291,9 +282,7 @@ def test_options_do_what_they_do_in_from_pretrained(
     assert found.config._attn_implementation == expected.config._attn_implementation
 
 
-def test_a_head_has_as_many_labels_as_are_asked_for(
-    service: RunningService, models: dict[str, Model]
-) -> None:
+def test_a_head_has_as_many_labels_as_are_asked_for(service: RunningService, models: dict[str, Model]) -> None:
     options: dict[str, Any] = {"num_labels": 3, "problem_type": "multi_label_classification"}
     expected = AutoModelForSequenceClassification.from_pretrained(models["llama"].folders[0], **options)
     found = from_weighbridge(

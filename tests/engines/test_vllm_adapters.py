@@ -1,7 +1,9 @@
-"""Does vLLM answer by the adapter's version that its answer names, on the base that this version names, while adapters are pushed, refs move and the base is updated?
+"""Does vLLM answer by the adapter's version that its answer names, on the base that this version names, while adapters
+are pushed, refs move and the base is updated?
 
-Every answer is compared, token for token, with transformers' of the model into which peft has merged exactly that version. Servers of two engines with two
-API servers, and of two tensor-parallel ranks, in float32 with a cache of prefixes; one in bfloat16, which is compared with the same adapter from a local path.
+Every answer is compared, token for token, with transformers' of the model into which peft has merged exactly that
+version. Servers of two engines with two API servers, and of two tensor-parallel ranks, in float32 with a cache of
+prefixes; one in bfloat16, which is compared with the same adapter from a local path.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ START_SECONDS = 1500.0
 
 @dataclass
 class Names:
-    """Versions of one adapter in the order in which they were pushed, and in which a tag named them: each first as one that is beginning to, then as one that does."""
+    """Versions of one adapter in the order in which they were pushed, and in which a tag named them: each first as one
+    that is beginning to, then as one that does.
+    """
 
     begun: dict[str, list[str]] = field(default_factory=dict)
     done: dict[str, list[str]] = field(default_factory=dict)
@@ -94,9 +98,7 @@ class Client:
 def asking(there: Adapters, server: VllmServer, names: Names) -> Iterator[list[Client]]:
     """Clients that ask meanwhile."""
     ended = threading.Event()
-    clients = [
-        Client(there, server, names, random.Random(first_seed() + number)) for number in range(CLIENTS)
-    ]
+    clients = [Client(there, server, names, random.Random(first_seed() + number)) for number in range(CLIENTS)]
     threads = [threading.Thread(target=client.run, args=[ended]) for client in clients]
     for thread in threads:
         thread.start()
@@ -123,7 +125,10 @@ def push(there: Adapters, names: Names, name: str, seed: int, base: int, tagged:
 
 
 def check(there: Adapters, clients: list[Client], other: str = "") -> int:
-    """Compare all answers; how many named an adapter. Refusals have to name ``other``, if the base has changed meanwhile."""
+    """Compare all answers; how many named an adapter.
+
+    Refusals have to name ``other``, if the base has changed meanwhile.
+    """
     count, wrong = 0, list[Any]()
     for client in clients:
         for model, may_be, found, prompt in client.answers:
@@ -187,7 +192,8 @@ def test_every_answer_is_that_of_the_merged_model_of_the_version_that_it_names(
         assert found.model == names.done["acme/a0"][-1]
         assert found.text == there.said[found.model, PROMPT]
         check(there, clients, other=f"{BASE}@{second}")
-        # alone: vLLM 0.32's kernels for processors add an adapter to requests of the base that are in one batch with others
+        # alone: vLLM 0.32's kernels for processors add an adapter to requests of the base that are in one batch with
+        # others
         assert ask(server, BASE) == Said(BASE, there.said[f"{BASE}@{second}", PROMPT])
 
 
@@ -208,9 +214,7 @@ def test_an_adapter_says_the_same_as_from_a_local_path_and_what_cannot_be_served
         ) as server:  # fmt: skip
             server.wait_ready(START_SECONDS)
             for prompt in (PROMPT, LONG_PROMPT, "w1 w2", "w7 w8 w9 w100"):
-                local, kept = (
-                    ask(server, each, prompt=prompt, logprobs=1) for each in ("local", versions[0])
-                )
+                local, kept = (ask(server, each, prompt=prompt, logprobs=1) for each in ("local", versions[0]))
                 assert isinstance(local, Said), local
                 assert isinstance(kept, Said), kept
                 assert (kept.model, kept.text) == (versions[0], local.text)

@@ -1,7 +1,9 @@
-"""Does the command `follow --adapters` have a live vLLM load the chosen adapters before a request names them, on each version of the base, and leave it in order?
+"""Does the command `follow --adapters` have a live vLLM load the chosen adapters before a request names them, on each
+version of the base, and leave it in order?
 
-The command is a separate process. The engine reaches the service through a gate: an adapter that answers while the gate is cut was loaded. Every answer is compared, token
-for token, with transformers' of the model into which peft has merged that version.
+The command is a separate process. The engine reaches the service through a gate: an adapter that answers while the gate
+is cut was loaded. Every answer is compared, token for token, with transformers' of the model into which peft has merged
+that version.
 """
 
 from __future__ import annotations
@@ -83,9 +85,7 @@ def following(there: Adapters, server: VllmServer, gate: Gate) -> Iterator[Comma
     options = ["--server", there.running.address, "--engine-server", gate.address, "--url", server.url]
     with (
         open(read) as errors,
-        forked_python(
-            "-m", "weighbridge", "follow", BASE, *options, "--adapters", PATTERN, stderr=write
-        ) as process,
+        forked_python("-m", "weighbridge", "follow", BASE, *options, "--adapters", PATTERN, stderr=write) as process,
     ):
         os.close(write)
         yield Command(process, errors)

@@ -1,6 +1,8 @@
-"""Do a trainer and an engine on one card take turns with its memory, and does the engine have what was trained, or what it had?
+"""Do a trainer and an engine on one card take turns with its memory, and does the engine have what was trained, or what
+it had?
 
-Service, trainer's client, the engine's rank and the plug-in's watch over its core are real; vLLM's core and the card are made up.
+Service, trainer's client, the engine's rank and the plug-in's watch over its core are real; vLLM's core and the card
+are made up.
 """
 
 from __future__ import annotations
@@ -123,9 +125,7 @@ class Turns:
 
     @property
     def colocated(self) -> ColocatedEngine:
-        return ColocatedEngine(
-            self.llm, MODEL, self.service.address, level=self.level, memory=lambda: self.used
-        )
+        return ColocatedEngine(self.llm, MODEL, self.service.address, level=self.level, memory=lambda: self.used)
 
     @property
     def used(self) -> int:
@@ -353,9 +353,7 @@ def test_an_engine_sleeps_on_without_what_was_begun_if_another_ranks_engine_fail
     def run(rank: int) -> ColocatedUpdate:
         ranks = Threads(rank, 2, barrier, said)
         llm: Any = (turns.llm, Other(cannot))[rank]
-        engine = ColocatedEngine(
-            llm, MODEL, turns.service.address, level=turns.level, ranks=ranks, memory=lambda: 0
-        )
+        engine = ColocatedEngine(llm, MODEL, turns.service.address, level=turns.level, ranks=ranks, memory=lambda: 0)
         return engine.update(lambda: handle, turns.offload)
 
     with ThreadPoolExecutor(2) as pool:

@@ -192,9 +192,7 @@ def test_a_drafter_from_a_folder_gets_the_first_version_of_its_own_with_an_updat
     assert found["loaded again"]["wrong"] == []
 
 
-def test_a_live_server_of_two_ranks_is_taken_to_the_versions_that_both_refs_name(
-    place: Place, tmp_path: Path
-) -> None:
+def test_a_live_server_of_two_ranks_is_taken_to_the_versions_that_both_refs_name(place: Place, tmp_path: Path) -> None:
     model, speculative = "tests/llama", {"method": "draft_model", "num_speculative_tokens": 2}
     arguments = ["--tensor-parallel-size", "2", *EAGER, "--speculative-config"]
     with (
@@ -232,7 +230,9 @@ def test_a_live_server_of_two_ranks_is_taken_to_the_versions_that_both_refs_name
 
 @pytest.fixture(scope="module")
 def drafted(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job on a GLM whose layers for prediction have other output layers in the checkpoint than the model, which engines leave out."""
+    """A job on a GLM whose layers for prediction have other output layers in the checkpoint than the model, which
+    engines leave out.
+    """
     config = tiny_config("glm4_moe_mtp", tied=False)
     config.hidden_size, config.intermediate_size, config.head_dim = 256, 128, 32
     folders = []
@@ -243,11 +243,7 @@ def drafted(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Job:
             model.save_pretrained(folder)
             file = folder / "model.safetensors"
             tensors = {**load_file(file), **MtpReference(model, number).tensors(model)}
-            heads = [
-                name
-                for name in tensors
-                if name.endswith(("shared_head.head.weight", "4.embed_tokens.weight"))
-            ]
+            heads = [name for name in tensors if name.endswith(("shared_head.head.weight", "4.embed_tokens.weight"))]
             tensors |= {name: torch.randn_like(tensors[name]) for name in heads}
             save_file(
                 {name: tensor.contiguous().clone() for name, tensor in tensors.items()},
@@ -291,9 +287,7 @@ def test_a_version_without_layers_that_draft_is_refused_by_their_names_or_leaves
     model, folder = "tests/undrafted", Path(drafted["folder2"])
     tensors = load_file(folder / "model.safetensors")
     plain = {
-        name: each
-        for name, each in tensors.items()
-        if not name.startswith(("model.layers.4.", "model.layers.5."))
+        name: each for name, each in tensors.items() if not name.startswith(("model.layers.4.", "model.layers.5."))
     }
     assert len(plain) < len(tensors)
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())

@@ -1,7 +1,9 @@
-"""Does every engine of a live data-parallel vLLM server answer with the version that it reports, whichever engine loses the service?
+"""Does every engine of a live data-parallel vLLM server answer with the version that it reports, whichever engine loses
+the service?
 
-Servers of two and of three engines, each of which reaches the service through a gate that can be closed for it alone. Fifty versions come, by
-the agent and by vLLM's own calls, while the way of one engine is cut at random; clients ask all the time.
+Servers of two and of three engines, each of which reaches the service through a gate that can be closed for it alone.
+Fifty versions come, by the agent and by vLLM's own calls, while the way of one engine is cut at random; clients ask all
+the time.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ START_SECONDS = 1500.0
 
 @dataclass
 class Asker:
-    """A client that sends requests to one engine in a loop, and records each answer with the server's labels before and after it.
+    """A client that sends requests to one engine in a loop, and records each answer with the server's labels before and
+    after it.
 
     Attributes:
         seen: text, and the two labels, of each.
@@ -80,17 +83,13 @@ class Place:
     def push(self) -> int:
         """Push a version whose completion differs from those of the six versions before it."""
         folder, text = self.folders[len(self.texts) % FOLDERS]
-        number = (
-            self.trainer.push_folder(MODEL, folder, step=len(self.texts)).wait("durable", timeout=120).number
-        )
+        number = self.trainer.push_folder(MODEL, folder, step=len(self.texts)).wait("durable", timeout=120).number
         self.texts[number] = text
         return number
 
     def ask(self, path: str, body: Any = None, **headers: str) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.server.url + path, data, {"Content-Type": "application/json", **headers}
-        )
+        request = urllib.request.Request(self.server.url + path, data, {"Content-Type": "application/json", **headers})
         with urllib.request.urlopen(request, timeout=300) as answer:
             return json.load(answer)
 
@@ -182,9 +181,7 @@ def engine_process(server: VllmServer, index: int) -> int:
 
 def called(title: str, below: int) -> list[int]:
     """The descendants of a process whose title contains this."""
-    return [
-        pid for pid in processes_below(below) if title.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    return [pid for pid in processes_below(below) if title.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @pytest.mark.parametrize(
@@ -220,9 +217,7 @@ def test_no_engine_answers_by_another_version_than_is_said_of_it(
                 said = (serving.version, serving.broken, there.label())
                 assert said == (version, "", f"{MODEL}@{version}"), f"seed {seed}, update {update}"
                 for engine in range(count):
-                    assert there.text(engine) == there.texts[version], (
-                        f"seed {seed}, update {update}, engine {engine}"
-                    )
+                    assert there.text(engine) == there.texts[version], f"seed {seed}, update {update}, engine {engine}"
         finally:
             ended.set()
             for thread in threads:

@@ -42,7 +42,9 @@ RETRY_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Seen:
-    """A server as clients see it: its completion of the prompt, the version that its workers report, what is broken, and its label."""
+    """A server as clients see it: its completion of the prompt, the version that its workers report, what is broken,
+    and its label.
+    """
 
     text: str
     serving: int | None
@@ -129,9 +131,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             engine = vllm_driver.VllmServer(server.url, MODEL, gate.address)
             engine.connect()
             assert server.weight_version() == f"{MODEL}@1", "it says so from its start"
-            yield Place(
-                running, gate, trainer, client, server, engine, folders, {1: said_by_transformers(model).text}
-            )
+            yield Place(running, gate, trainer, client, server, engine, folders, {1: said_by_transformers(model).text})
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,5 @@
-"""Does a live vLLM keep the bound of golden prompts with every right update, and is each fault above it that leaves the bytes of a version right?
+"""Does a live vLLM keep the bound of golden prompts with every right update, and is each fault above it that leaves the
+bytes of a version right?
 
 What is right, transformers' own loss says. Also of two engines behind one server.
 """
@@ -101,9 +102,7 @@ def golden(model: PreTrainedModel) -> list[GoldenPrompt]:
 
 def call(server: VllmServer, method: str, *arguments: str) -> Any:
     body = json.dumps({"method": method, "args": arguments}).encode()
-    request = urllib.request.Request(
-        server.url + "/collective_rpc", body, {"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(server.url + "/collective_rpc", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         return json.load(answer)
 

@@ -1,7 +1,8 @@
 """Is an engine refused that would go on with what old weights have computed, and no other?
 
-The names are those of vLLM 0.32: of settings in ``vllm/config``, of connectors in ``kv_connector/factory.py``. Which of these connectors have
-a ``reset_cache`` was looked up in its source; the others leave what they keep when a pause empties the engine's caches.
+The names are those of vLLM 0.32: of settings in ``vllm/config``, of connectors in ``kv_connector/factory.py``. Which of
+these connectors have a ``reset_cache`` was looked up in its source; the others leave what they keep when a pause
+empties the engine's caches.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ def engine(connector: str | None = None, *inner: str, encoders: str | None = Non
     """The configuration of an engine with these connectors of KV blocks and of encoders' results."""
     connectors = {"connectors": [{"kv_connector": name, "kv_role": "kv_both"} for name in inner]}
     return SimpleNamespace(
-        kv_transfer_config=connector
-        and SimpleNamespace(kv_connector=connector, kv_connector_extra_config=connectors),
+        kv_transfer_config=connector and SimpleNamespace(kv_connector=connector, kv_connector_extra_config=connectors),
         ec_transfer_config=encoders and SimpleNamespace(ec_connector=encoders),
     )
 
@@ -48,9 +48,7 @@ def test_engines_whose_caches_a_pause_empties_take_updates(configuration: Any) -
         (engine(encoders="ECExampleConnector"), "--ec-transfer-config"),
     ],
 )
-def test_engines_that_keep_results_where_a_pause_leaves_them_refuse_updates(
-    configuration: Any, named: str
-) -> None:
+def test_engines_that_keep_results_where_a_pause_leaves_them_refuse_updates(configuration: Any, named: str) -> None:
     with pytest.raises(FailedPrecondition, match=named) as refused:
         check_updatable(configuration)
     assert "start the engine again from the new version" in refused.value.fix

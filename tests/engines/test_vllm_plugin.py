@@ -26,9 +26,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize(
-    "factory", [None, "class WeightTransferEngineFactory: pass\n"], ids=["module", "name"]
-)
+@pytest.mark.parametrize("factory", [None, "class WeightTransferEngineFactory: pass\n"], ids=["module", "name"])
 def test_a_release_without_what_the_plug_in_needs_is_named_in_the_log_and_goes_on(
     vllm: Path, factory: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,4 +1,6 @@
-"""Does each rank of a real vLLM fetch exactly what it holds, and have the same bits as by vLLM's own loader, at once and after updates?"""
+"""Does each rank of a real vLLM fetch exactly what it holds, and have the same bits as by vLLM's own loader, at once
+and after updates?
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ MIXED = {
 """Models of which a layer has both parameters that are copied and such as vLLM's loader computes."""
 """Model types without a weight map: fields of their configs."""
 COMPUTED = {"gpt_neox": "attention.query_key_value."}
-"""Names of tensors that the loader of some release reorders before it copies them: vLLM 0.31's does, 0.32 has no model of its own for them."""
+"""Names of tensors that the loader of some release reorders before it copies them: vLLM 0.31's does, 0.32 has no model
+of its own for them.
+"""
 EXPERTS = ("qwen3_moe", "mixtral")
 PROCESSES = ("update", "fail")
 """Jobs in which vLLM processes weights after loading."""
@@ -178,9 +182,7 @@ def test_layers_that_compute_with_weights_as_loaded_are_filled_in_place(ranks: R
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_layers_that_are_quantized_while_they_load_are_quantized_before_the_pause(
-    ranks: Ranks, tp: int
-) -> None:
+def test_layers_that_are_quantized_while_they_load_are_quantized_before_the_pause(ranks: Ranks, tp: int) -> None:
     jobs: list[Job] = [{"do": "ahead", "of": name} for name in ("llama", "qwen2_tied")]
     jobs += [{"do": "ahead", "of": "llama", "as_loaded": True}]
     jobs += [{"do": "ahead", "of": "llama", "as_loaded": True, "special": {"1.mlp.down_proj": "Growing"}}]
@@ -197,9 +199,7 @@ def test_layers_that_are_quantized_while_they_load_are_quantized_before_the_paus
                 assert any("fits into the reserved memory" in why for why in rank["left"].values())
                 continue
             [special] = job.get("special", {"": ""}).values()
-            why = {"Growing": "Growing.count", "Reducing": "it communicates with other ranks"}.get(
-                special, ""
-            )
+            why = {"Growing": "Growing.count", "Reducing": "it communicates with other ranks"}.get(special, "")
             assert why in rank["left"].get("RowParallelLinear", "")
             for counts in rank["counts"].values():
                 assert counts["replaced"] >= 16 - bool(special)
@@ -234,10 +234,7 @@ def test_sessions_of_vllms_own_worker_update_all_ranks_or_none_and_leave_the_mod
 
 def test_an_engine_that_has_renamed_its_layers_is_refused_before_anything_is_touched(ranks: Ranks) -> None:
     [(_, [said])] = ranks.run(1, [{"do": "wrap", "of": "llama"}])
-    assert (
-        "1 parameter that receives weights is no longer in the model: model.layers.1.mlp.down_proj.weight"
-        in said
-    )
+    assert "1 parameter that receives weights is no longer in the model: model.layers.1.mlp.down_proj.weight" in said
 
 
 def test_a_version_that_does_not_fit_the_engine_is_refused_by_what_differs(ranks: Ranks) -> None:
@@ -250,9 +247,7 @@ def test_a_version_that_does_not_fit_the_engine_is_refused_by_what_differs(ranks
         {"do": "refuse", "of": "mixtral", "without": "model.layers.2.block_sparse_moe.experts.3.w2.weight"},
         {"do": "refuse", "of": "llama", "without": "model.norm.weight"},
     ]
-    [[fits], [vocabulary], [fewer], [more], [gate], [expert], [norm]] = [
-        said for _, said in ranks.run(1, jobs)
-    ]
+    [[fits], [vocabulary], [fewer], [more], [gate], [expert], [norm]] = [said for _, said in ranks.run(1, jobs)]
     assert fits == ""
     assert "vocab_size is 128, and 256 in the engine" in vocabulary
     assert "num_experts is 8, and 4 in the engine" in fewer
@@ -271,9 +266,7 @@ def test_what_a_loader_makes_of_parameters_is_kept_while_it_is_recorded_and_made
 
 def test_a_layer_gets_what_is_copied_to_it_and_what_the_loader_computes(ranks: Ranks) -> None:
     jobs = [
-        {"do": "update", "of": name, "started_elsewhere": elsewhere}
-        for name in MIXED
-        for elsewhere in (False, True)
+        {"do": "update", "of": name, "started_elsewhere": elsewhere} for name in MIXED for elsewhere in (False, True)
     ]
     for job, [rank] in ranks.run(1, jobs):
         assert set(map(tuple, rank["different"].values())) == {()}, (job, rank)

@@ -1,4 +1,6 @@
-"""Does a vLLM engine that sleeps compute nothing before its wake-up has brought what waits? The plug-in's part is the real one; core and workers are made up."""
+"""Does a vLLM engine that sleeps compute nothing before its wake-up has brought what waits? The plug-in's part is the
+real one; core and workers are made up.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Does a live vLLM server answer with the weights that a trainer's ranks send through vLLM's own factory, and keep its old weights when that fails?
+"""Does a live vLLM server answer with the weights that a trainer's ranks send through vLLM's own factory, and keep its
+old weights when that fails?
 
-One server, and two ranks with FSDP2 in vLLM's environment; a service that can be killed, which vLLM reaches through a gate.
+One server, and two ranks with FSDP2 in vLLM's environment; a service that can be killed, which vLLM reaches through a
+gate.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Place:
     ranks: list[Job]
 
     def connect(self, *, stages: bool = False, pushing: Sequence[int] | None = None, **said: Any) -> None:
-        """Have all ranks make their engines with vLLM's factory, after a group of the pushing ranks if these are given."""
+        """Have all ranks make their engines with vLLM's factory, after a group of the pushing ranks if these are
+        given.
+        """
         told = {**self.at.told, **said}
         self.ask("connect", url=self.at.server.url, said=told, stages=stages, pushing=pushing)
 
@@ -236,9 +240,7 @@ def test_a_version_that_a_killed_trainer_has_left_open_is_in_nobody_s_way(place:
     tensor = next(iter(load_file(place.at.first / "model.safetensors").items()))
     before = opened(place)
     with TrainerClient(place.at.service.address) as killed, ThreadPoolExecutor(1) as pool:
-        push = pool.submit(
-            killed.push_gathered, MODEL, [tensor], step=1, rank=0, world_size=RANKS, held=[tensor[0]]
-        )
+        push = pool.submit(killed.push_gathered, MODEL, [tensor], step=1, rank=0, world_size=RANKS, held=[tensor[0]])
         eventually(lambda: opened(place) - before)  # an older push may end in the meantime
         [left] = opened(place) - before
         try:
@@ -266,9 +268,7 @@ def test_an_update_whose_start_was_not_answered_is_ended_and_the_next_send_works
 
 
 @pytest.mark.parametrize("ranks", [1, RANKS])
-def test_an_engine_that_cannot_fetch_says_so_in_its_own_words_and_the_next_send_works(
-    place: Place, ranks: int
-) -> None:
+def test_an_engine_that_cannot_fetch_says_so_in_its_own_words_and_the_next_send_works(place: Place, ranks: int) -> None:
     place.connect(ranks=ranks)
     expected = place.new_weights()
     place.at.gate.cut_after(100_000)

@@ -58,9 +58,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpdateSettings]
         yield source
 
 
-def send(
-    source: UpdateSettings, update: Update, of_ranks: list[Weights], step: int | None = None
-) -> list[str]:
+def send(source: UpdateSettings, update: Update, of_ranks: list[Weights], step: int | None = None) -> list[str]:
     """The error of each rank; empty where there is none."""
 
     def of(rank: int) -> str:
@@ -92,9 +90,7 @@ def test_what_ranks_gather_together_is_taken_to_the_end_if_the_training_step_can
     assert list(weights) == []
 
 
-def test_workers_that_wait_get_the_update_that_they_were_told_of(
-    source: UpdateSettings, weights: Weights
-) -> None:
+def test_workers_that_wait_get_the_update_that_they_were_told_of(source: UpdateSettings, weights: Weights) -> None:
     updates = [Update.new() for _ in range(3)]
 
     async def main() -> list[dict[str, Tensor]]:
@@ -111,9 +107,7 @@ def test_workers_that_wait_get_the_update_that_they_were_told_of(
     assert all(torch.equal(newest[name], tensor) for name, tensor in weights)
 
 
-def test_workers_are_told_why_an_update_fails_and_get_nothing(
-    source: UpdateSettings, weights: Weights
-) -> None:
+def test_workers_are_told_why_an_update_fails_and_get_nothing(source: UpdateSettings, weights: Weights) -> None:
     update = Update.new()
     short = weights[:-1]
 

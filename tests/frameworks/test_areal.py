@@ -1,4 +1,5 @@
-"""Do AReaL's trainer and two of its FSDP2 ranks update engines through the service, and does generation survive failures?
+"""Do AReaL's trainer and two of its FSDP2 ranks update engines through the service, and does generation survive
+failures?
 
 The engines are HTTP servers that answer as SGLang's do, and load the weights that a request names.
 """
@@ -137,9 +138,7 @@ def test_a_service_that_is_killed_in_the_middle_of_an_update_is_told_of_and_the_
     eventually(Path(f"{held}.waiting").exists)
     with TrainerClient(place.service.address) as client:
         # what rank 0 has not yet sealed it would push to the next service
-        eventually(
-            lambda: "rank 1 to push and seal" in client.versions(MODEL, include_invisible=True)[0].waits_for
-        )
+        eventually(lambda: "rank 1 to push and seal" in client.versions(MODEL, include_invisible=True)[0].waits_for)
     place.service.kill()
     place.service.start()
     held.touch()

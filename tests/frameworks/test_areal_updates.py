@@ -1,6 +1,8 @@
-"""Do all ranks of an AReaL actor learn of a failure on one rank, at any point of an update, and is the next update independent of it?
+"""Do all ranks of an AReaL actor learn of a failure on one rank, at any point of an update, and is the next update
+independent of it?
 
-The actor's ranks are two of three of a real job over gloo, the service is real; AReaL's own parts are `tests.support.areal_actors`.
+The actor's ranks are two of three of a real job over gloo, the service is real; AReaL's own parts are
+`tests.support.areal_actors`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Do NeMo-RL's calls, in the order in which its synchronizer makes them, bring each refit's weights to all rollouts?
 
-NeMo-RL is in no registry. Its base class is stood in for by the calls that it names, of 2026-08 (7ea279a); workers are threads, each with an event loop
-of its own for each call, as vLLM's workers have.
+NeMo-RL is in no registry. Its base class is stood in for by the calls that it names, of 2026-08 (7ea279a); workers are
+threads, each with an event loop of its own for each call, as vLLM's workers have.
 """
 
 from __future__ import annotations
@@ -99,8 +99,7 @@ class Synchronizer:
 
         async def received(engine: Any) -> list[Weights]:
             return [
-                [(name, tensor.clone()) for name, tensor in batch]
-                async for batch in engine.receive_weight_batches()
+                [(name, tensor.clone()) for name, tensor in batch] async for batch in engine.receive_weight_batches()
             ]
 
         def done(call: Callable[[], Any]) -> Any:

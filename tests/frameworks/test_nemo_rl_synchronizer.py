@@ -1,7 +1,8 @@
-"""Does NeMo-RL's own synchronizer bring the weights of its policy workers to its vLLM workers through the service, on Ray?
+"""Does NeMo-RL's own synchronizer bring the weights of its policy workers to its vLLM workers through the service, on
+Ray?
 
-Everything between the two is NeMo-RL's: worker groups, synchronizer, the mixins by which workers answer it, and vLLM's loading. It is run where
-WEIGHBRIDGE_NEMO_RL names a checkout.
+Everything between the two is NeMo-RL's: worker groups, synchronizer, the mixins by which workers answer it, and vLLM's
+loading. It is run where WEIGHBRIDGE_NEMO_RL names a checkout.
 """
 
 from __future__ import annotations
@@ -45,9 +46,7 @@ def of_the_page() -> dict[str, Any]:
 class Place:
     """A service that can be killed, and a job of two policy workers and two rollouts beside it."""
 
-    def __init__(
-        self, service: KillableService, job: Job, model: PreTrainedModel, generation: dict[str, Any]
-    ) -> None:
+    def __init__(self, service: KillableService, job: Job, model: PreTrainedModel, generation: dict[str, Any]) -> None:
         self.service = service
         self.job = job
         self.model = model
@@ -66,9 +65,7 @@ class Place:
         assert not self.job.ask("is_stale")
         pushed = self.job.ask("of_policy", method="pushed")
         (number,) = {number for number, _ in pushed}
-        assert sum(nbytes for _, nbytes in pushed) == sum(
-            tensor.nbytes for tensor in self.model.state_dict().values()
-        )
+        assert sum(nbytes for _, nbytes in pushed) == sum(tensor.nbytes for tensor in self.model.state_dict().values())
         return int(number)
 
     def check(self) -> None:

@@ -1,7 +1,8 @@
 """Do prime-rl's broadcasts reach another file system complete, wherever a relay is killed, with ``STABLE`` last?
 
-prime-rl (0.8.1.dev, 2026-08, 559b447) is in no registry. Its trainer's writing (``FileSystemWeightBroadcast``: files under names of their own, renamed; the
-index; ``STABLE``) and its orchestrator's looking (the newest ``step_*``, once it has ``STABLE``) are done here as its source does them.
+prime-rl (0.8.1.dev, 2026-08, 559b447) is in no registry. Its trainer's writing (``FileSystemWeightBroadcast``: files
+under names of their own, renamed; the index; ``STABLE``) and its orchestrator's looking (the newest ``step_*``, once it
+has ``STABLE``) are done here as its source does them.
 """
 
 from __future__ import annotations
@@ -90,8 +91,7 @@ class Trainer:
         weight_map = {}
         for rank in range(RANKS):
             mine = {
-                name: torch.full(self.shapes[name], float(step), dtype=torch.bfloat16)
-                for name in names[rank::RANKS]
+                name: torch.full(self.shapes[name], float(step), dtype=torch.bfloat16) for name in names[rank::RANKS]
             }
             save_file(mine, folder / f"tmp-rank{rank}.safetensors", metadata={"format": "pt"})
             final = f"model-{rank + 1:05d}-of-{RANKS:05d}.safetensors"
@@ -136,7 +136,10 @@ class Orchestrator:
             time.sleep(0.002)
 
     def _look(self, step: int, folder: Path) -> None:
-        """Load a marked step. A problem counts only if the marker is still the same: a writer removes it first, and writes it last."""
+        """Load a marked step.
+
+        A problem counts only if the marker is still the same: a writer removes it first, and writes it last.
+        """
         before = marked(folder)
         if before is None:
             return
@@ -178,13 +181,13 @@ class Place:
     service: KillableService
 
     def start(self) -> None:
-        """Both relays, with a first step; beside the engines nothing can be followed before the trainer's side has registered the model."""
+        """Both relays, with a first step; beside the engines nothing can be followed before the trainer's side has
+        registered the model.
+        """
         self.trainer.broadcast(1)
         self.sender.start()
         with TrainerClient(self.service.address) as client:
-            eventually(
-                lambda: [model.name for model in client.models()] == [MODEL] and client.versions(MODEL)
-            )
+            eventually(lambda: [model.name for model in client.models()] == [MODEL] and client.versions(MODEL))
         self.receiver.start()
         self.reaches(1)
 

@@ -1,6 +1,8 @@
-"""Do slime's and Miles's weight updates move Megatron's shards to engines as they are, by the calls of their trainer actors?
+"""Do slime's and Miles's weight updates move Megatron's shards to engines as they are, by the calls of their trainer
+actors?
 
-Ranks are real, of Megatron-core over gloo, and so is the service. The actors are `tests.support.slime_actors`, engines `tests.support.sglang_fakes`.
+Ranks are real, of Megatron-core over gloo, and so is the service. The actors are `tests.support.slime_actors`, engines
+`tests.support.sglang_fakes`.
 """
 
 from __future__ import annotations
@@ -111,10 +113,7 @@ def started(
     for chunk in chunks:
         load_with_mbridge(chunk, weights, config)
     settings = DistributedDataParallelConfig()
-    wrapped = [
-        DistributedDataParallel(chunk.config, settings, Float16Module(chunk.config, chunk))
-        for chunk in chunks
-    ]
+    wrapped = [DistributedDataParallel(chunk.config, settings, Float16Module(chunk.config, chunk)) for chunk in chunks]
     return TrainerActor(framework, arguments(framework, **more), wrapped), chunks
 
 
@@ -197,7 +196,11 @@ def updates(
     count: int,
     signs: Path | None,
 ) -> list[str]:
-    """The error of each update. With ``signs``, the last rank's second push waits for one file there, and all ranks wait for another after that update."""
+    """The error of each update.
+
+    With ``signs``, the last rank's second push waits for one file there, and all ranks wait for another after that
+    update.
+    """
     actor, chunks = started("slime", parallel, config, weights, more)
     push = actor.weight_updater._client.push
 
@@ -318,9 +321,7 @@ def unreached(
     return str(raised.value)
 
 
-def growth(
-    rank: int, parallel: Parallel, config: PretrainedConfig, more: dict[str, Any], url: str
-) -> tuple[int, int]:
+def growth(rank: int, parallel: Parallel, config: PretrainedConfig, more: dict[str, Any], url: str) -> tuple[int, int]:
     """Peak growth of this process in an update, and the size of its shards, both in bytes."""
     del rank
     model = build_family_model(config, parallel, dtype=torch.bfloat16)
@@ -337,9 +338,7 @@ def memory(name: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
-def test_a_rank_needs_its_own_shards_once_more_and_no_whole_model(
-    service: RunningService, tmp_path: Path
-) -> None:
+def test_a_rank_needs_its_own_shards_once_more_and_no_whole_model(service: RunningService, tmp_path: Path) -> None:
     config = tiny_config("qwen3", tied=False, **{**SIZES, "hidden_size": 1024, "vocab_size": 65536})
     config.save_pretrained(tmp_path / "hf")
     parallel = Parallel(tp=2, pp=2)

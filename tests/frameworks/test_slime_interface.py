@@ -1,4 +1,5 @@
-"""Does the updater fit the calls that slime's and Miles's sources make, and refuse arguments with which it would not be called, or could do no good?
+"""Does the updater fit the calls that slime's and Miles's sources make, and refuse arguments with which it would not be
+called, or could do no good?
 
 With WEIGHBRIDGE_SLIME_SOURCE and WEIGHBRIDGE_MILES_SOURCE, folders of their sources, the calls are compared with these.
 """
@@ -106,9 +107,7 @@ def test_training_of_adapters_is_refused() -> None:
     install("miles")
     updater = importlib.import_module("weighbridge.integrations.slime").WeighbridgeUpdater
     with pytest.raises(InvalidArgument, match="adapters"):
-        updater(
-            arguments("miles", **SETTINGS), [], dict, model_name="", quantization_config=None, is_lora=True
-        )
+        updater(arguments("miles", **SETTINGS), [], dict, model_name="", quantization_config=None, is_lora=True)
 
 
 def test_a_process_that_is_no_trainer_actor_is_told_apart() -> None:

@@ -1,6 +1,8 @@
-"""Does TRL's ``AsyncGRPOTrainer`` bring its weights to a live vLLM through the service, and does that go on generating whatever goes wrong?
+"""Does TRL's ``AsyncGRPOTrainer`` bring its weights to a live vLLM through the service, and does that go on generating
+whatever goes wrong?
 
-Two steps of real training on what the server generates, by TRL's own rollout worker; then syncs, as TRL makes them after each step.
+Two steps of real training on what the server generates, by TRL's own rollout worker; then syncs, as TRL makes them
+after each step.
 """
 
 from __future__ import annotations
@@ -90,9 +92,7 @@ def test_a_sync_brings_exactly_the_trainers_weights(place: Place) -> None:
         place.at.check()
         (newest, *_) = place.at.versions()
         assert place.at.server.weight_version() == f"{MODEL}@{newest.number}"
-        assert nbytes == sum(
-            tensor.nbytes for tensor in load_file(place.at.first / "model.safetensors").values()
-        )
+        assert nbytes == sum(tensor.nbytes for tensor in load_file(place.at.first / "model.safetensors").values())
 
 
 def test_the_server_generates_until_the_version_is_complete_and_a_service_that_is_killed_meanwhile_is_said(

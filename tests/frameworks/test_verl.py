@@ -1,4 +1,6 @@
-"""Does verl 0.9 update its rollouts through the service, with its own actors, workers and manager on Ray, and by its own comparison?"""
+"""Does verl 0.9 update its rollouts through the service, with its own actors, workers and manager on Ray, and by its
+own comparison?
+"""
 
 from __future__ import annotations
 
@@ -111,9 +113,7 @@ def test_replicas_that_come_later_take_the_newest_version_without_the_actors(pla
 
 
 @pytest.mark.parametrize("manager", ["verl", "weighbridge"])
-def test_weights_that_contradict_the_model_are_refused_and_reach_no_rollout(
-    place: Place, manager: str
-) -> None:
+def test_weights_that_contradict_the_model_are_refused_and_reach_no_rollout(place: Place, manager: str) -> None:
     before = place.pulled_bytes()
     place.job.ask("rename", name="model.norm.weight", to="model.nrom.weight")
     with pytest.raises(JobFailed, match=r"model\.nrom\.weight: the model has no such tensor"):

@@ -1,4 +1,6 @@
-"""Does verl 0.9 resume from the service when its settings say so: its own FSDP2 engine, and its Megatron manager with real Megatron-core ranks?"""
+"""Does verl 0.9 resume from the service when its settings say so: its own FSDP2 engine, and its Megatron manager with
+real Megatron-core ranks?
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ def test_ranks_that_were_killed_go_on_to_the_bit_and_others_with_every_tensor(
         assert job.ask("managers", folder=str(folder)) == {manager}
         (saved,) = folder.glob("global_step_*")
         assert list((saved / "actor").iterdir()) == []
-        # a critic's remain verl's; and verl writes this file itself unless the save is asynchronous, as that of the Megatron ranks
+        # a critic's remain verl's; and verl writes this file itself unless the save is asynchronous, as that of the
+        # Megatron ranks
         assert any((saved / "critic").glob("model_*")) is (kind == "fsdp2")
         tracker = folder / "latest_checkpointed_iteration.txt"
         assert (tracker.exists() and int(tracker.read_text())) == (kind == "megatron" and step_named(saved))
@@ -73,15 +76,13 @@ def test_ranks_that_were_killed_go_on_to_the_bit_and_others_with_every_tensor(
         steps = {client.version(name).step for name in (MODEL, f"{MODEL}:training")}
     assert steps == {step_named(saved)}
     if kind == "fsdp2":
-        _check_taken_in(
-            service, saved / "critic", torch.load(folder / "saved-0", weights_only=False)[1], tmp_path
-        )
+        _check_taken_in(service, saved / "critic", torch.load(folder / "saved-0", weights_only=False)[1], tmp_path)
 
 
-def _check_taken_in(
-    service: RunningService, folder: Path, gathered: dict[str, Tensor], tmp_path: Path
-) -> None:
-    """Check that verl's own checkpoint, converted and imported, equals what torch gathered of the same module and optimizer."""
+def _check_taken_in(service: RunningService, folder: Path, gathered: dict[str, Tensor], tmp_path: Path) -> None:
+    """Check that verl's own checkpoint, converted and imported, equals what torch gathered of the same module and
+    optimizer.
+    """
     report = convert_folder(folder, tmp_path / "converted")
     assert report.left_out == {"extra_state (files)": 2, "optim (files)": 2}
     weights = {name: each for name, each in gathered.items() if not name.startswith("state.")}
@@ -93,14 +94,10 @@ def _check_taken_in(
         (load_file(tmp_path / "converted" / "model.safetensors"), weights),
         (
             {name: each for name, each in state.items() if not name.startswith("rank_state.")},
-            {
-                f"{'model' if name in weights else 'optimizer'}.{name}": each
-                for name, each in gathered.items()
-            },
+            {f"{'model' if name in weights else 'optimizer'}.{name}": each for name, each in gathered.items()},
         ),
     ):
         assert found.keys() == expected.keys()
         assert all(
-            found[name].dtype == each.dtype and torch.equal(found[name], each)
-            for name, each in expected.items()
+            found[name].dtype == each.dtype and torch.equal(found[name], each) for name, each in expected.items()
         )

@@ -1,7 +1,7 @@
 """Fuzzing of every parser that reads what others have sent or written.
 
-May import: whatever the parsers need. This file and `worker` import none of the packages under test: these are instrumented as they are
-imported.
+May import: whatever the parsers need. This file and `worker` import none of the packages under test: these are
+instrumented as they are imported.
 
 - `target`: a parser under test: its samples, the errors that it may raise, and what one input may cost.
 - `judge`: verdict on one input: what it cost, and whether that or its outcome is a finding.

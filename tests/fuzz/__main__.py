@@ -1,8 +1,8 @@
-"""Command line: ``python -m tests.fuzz [TARGET ...] [--inputs N] [--seed S] [--plain] [--json FILE] [--folder DIR]``, or
-``python -m tests.fuzz TARGET --replay FILE ...``.
+"""Command line: ``python -m tests.fuzz [TARGET ...] [--inputs N] [--seed S] [--plain] [--json FILE] [--folder DIR]``,
+or ``python -m tests.fuzz TARGET --replay FILE ...``.
 
-Without targets all of them run, and share the inputs by their weights; ``WEIGHBRIDGE_FUZZ_INPUTS`` says how many if ``--inputs`` does not.
-The exit code is 1 if there are findings.
+Without targets all of them run, and share the inputs by their weights; ``WEIGHBRIDGE_FUZZ_INPUTS`` says how many if
+``--inputs`` does not. The exit code is 1 if there are findings.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ def main() -> int:
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(NAMES))
     parser.add_argument("--inputs", type=int, default=int(os.environ.get("WEIGHBRIDGE_FUZZ_INPUTS", _INPUTS)))
     parser.add_argument("--seed", type=int, default=int(os.environ.get("WEIGHBRIDGE_SEED", "0")))
-    parser.add_argument(
-        "--plain", action="store_true", help="without coverage guidance: atheris is not needed"
-    )
+    parser.add_argument("--plain", action="store_true", help="without coverage guidance: atheris is not needed")
     parser.add_argument("--workers", type=int, default=2, help="targets that run at one time")
     parser.add_argument("--folder", type=Path, help="for findings")
     parser.add_argument("--json", type=Path, help="file for the results")
@@ -77,7 +75,8 @@ def _replay(name: str, files: list[Path]) -> int:
             verdict = judge.verdict(file.read_bytes())
             failed = failed or bool(verdict.problem)
             print(
-                f"{file}: {verdict.key or 'as documented'}, {verdict.seconds:.3f} s, {verdict.grown:.1f} MiB\n{verdict.said}"
+                f"{file}: {verdict.key or 'as documented'}, {verdict.seconds:.3f} s, "
+                f"{verdict.grown:.1f} MiB\n{verdict.said}"
             )
     return 1 if failed else 0
 

@@ -1,4 +1,6 @@
-"""Campaign: a run over many targets, which shares inputs out, starts a worker for each target, and reports the results."""
+"""Campaign: a run over many targets, which shares inputs out, starts a worker for each target, and reports the
+results.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from tests.fuzz.worker import CURRENT, Tally, read_current
 
 ROOT = Path(__file__).parents[2]
 SILENT_SECONDS, STUCK_SECONDS = 200.0, 1800.0
-"""Longest silence of a worker, in seconds of processor time and of wall time: it runs one input, or its target begins or ends. Wall time alone
-would depend on the load of the machine."""
+"""Longest silence of a worker, in seconds of processor time and of wall time: it runs one input, or its target begins
+or ends. Wall time alone would depend on the load of the machine."""
 _MOST_ENDS = 5
 """Workers of one target that may end without a result."""
 _COVERAGE = re.compile(r"#\d+\s+(INITED|NEW|REDUCE|pulse|RELOAD|DONE)\s+cov: (\d+) ft: (\d+)")
@@ -74,7 +76,10 @@ class Campaign:
         self._say = say
 
     def run(self, target: str, inputs: int) -> Result:
-        """Run so many inputs of a target. After an input that ends its worker, another worker goes on with other inputs."""
+        """Run so many inputs of a target.
+
+        After an input that ends its worker, another worker goes on with other inputs.
+        """
         result = Result(Tally(target))
         ends = 0
         while result.tally.inputs < inputs and ends < _MOST_ENDS:
@@ -136,12 +141,8 @@ class Campaign:
                 done = True
             else:
                 done_so_far = before.inputs + said["inputs"]
-                result.tally = dataclasses.replace(
-                    before, inputs=done_so_far, seconds=before.seconds + said["seconds"]
-                )
-                self._say(
-                    f"{target}: {done_so_far:,} inputs, {said['inputs'] / max(said['seconds'], 0.01):,.0f}/s"
-                )
+                result.tally = dataclasses.replace(before, inputs=done_so_far, seconds=before.seconds + said["seconds"])
+                self._say(f"{target}: {done_so_far:,} inputs, {said['inputs'] / max(said['seconds'], 0.01):,.0f}/s")
         process.stdout.close()
         code = process.wait()
         ended.set()
@@ -157,7 +158,10 @@ class Campaign:
 
 
 def _worked_seconds(pid: int) -> float:
-    """Seconds of a processor that a process has taken; 0 if it has ended. Source: proc(5), the fields utime and stime of stat."""
+    """Seconds of a processor that a process has taken; 0 if it has ended.
+
+    Source: proc(5), the fields utime and stime of stat.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,6 @@
-"""Findings: inputs that break a parser or cost too much, distinguished by their fault, made small, and kept as files."""
+"""Findings: inputs that break a parser or cost too much, distinguished by their fault, made small, and kept as
+files.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def save(folder: Path, target: str, verdict: Verdict, data: bytes) -> Path:
 def made_small(data: bytes, fails: Callable[[bytes], bool], seconds: float = _SECONDS) -> bytes:
     """An input from which nothing can be left out without its fault, as far as that is found in time.
 
-    Parts are left out, half of it first, then smaller ones (Zeller, Hildebrandt: Simplifying and Isolating Failure-Inducing Input, 2002).
+    Parts are left out, half of it first, then smaller ones (Zeller, Hildebrandt: Simplifying and Isolating
+    Failure-Inducing Input, 2002).
 
     Args:
         data: the input.

@@ -1,7 +1,7 @@
 """Mutators: changes to inputs that know their structure, each a pure function of a source of chance and an input.
 
-A change that knows the structure keeps the rest of an input valid: a parser that refuses damaged bytes at once is never seen further in.
-What is no such structure any more is changed as bytes.
+A change that knows the structure keeps the rest of an input valid: a parser that refuses damaged bytes at once is never
+seen further in. What is no such structure any more is changed as bytes.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ def raw(choose: random.Random, data: bytes) -> bytes:
         case 7:
             start = choose.randrange(len(found) + 1)
             part = bytes(found[start : start + length])
-            found[where:where] = part * choose.choice(
-                (2, 10, 100, min(_MOST_REPEATS, 30_000 // (len(part) + 1)))
-            )
+            found[where:where] = part * choose.choice((2, 10, 100, min(_MOST_REPEATS, 30_000 // (len(part) + 1))))
         case _:
             other = choose.randrange(len(found) + 1)
             first, last = sorted((where, other))
@@ -172,9 +170,7 @@ def _value(choose: random.Random, there: Any, texts: Sequence[str], depth: int) 
     if kind in (3, 4):
         return choose.choice(texts)
     if depth < 3 and choose.random() < 0.3:
-        return {
-            choose.choice(texts): _value(choose, None, texts, depth + 1) for _ in range(choose.randrange(4))
-        }
+        return {choose.choice(texts): _value(choose, None, texts, depth + 1) for _ in range(choose.randrange(4))}
     return choose.choice((None, True, False, [], {}, [None], {"": None}, [[]], [[], {}], [0] * 300))
 
 
@@ -183,13 +179,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     waiting = [value]
     while waiting:
         holder = waiting.pop()
-        items = (
-            holder.items()
-            if isinstance(holder, dict)
-            else enumerate(holder)
-            if isinstance(holder, list)
-            else ()
-        )
+        items = holder.items() if isinstance(holder, dict) else enumerate(holder) if isinstance(holder, list) else ()
         for key, item in items:
             yield holder, key
             waiting.append(item)
@@ -206,9 +196,7 @@ def pickles(choose: random.Random, data: bytes) -> bytes:
             case 0:
                 del ops[where : where + choose.choice((1, 1, 3))]
             case 1:
-                ops[where:where] = ops[where : where + choose.choice((1, 2, 8))] * choose.choice(
-                    (1, 1, 2, 50)
-                )
+                ops[where:where] = ops[where : where + choose.choice((1, 2, 8))] * choose.choice((1, 1, 2, 50))
             case 2:
                 other = choose.randrange(len(ops))
                 ops[where : where + 1], ops[other : other + 1] = (
@@ -247,7 +235,9 @@ def _opcodes(data: bytes) -> Iterator[bytes]:
 
 
 def frames(data: bytes) -> list[bytes]:
-    """The parts of an input that consists of several, each behind its length, as four bytes; what is left over is one more."""
+    """The parts of an input that consists of several, each behind its length, as four bytes; what is left over is one
+    more.
+    """
     found = []
     position = 0
     while position + 4 <= len(data):
@@ -312,6 +302,4 @@ def headers(choose: random.Random, data: bytes) -> bytes:
     return max(announced, 0).to_bytes(8, "little") + header + rest
 
 
-_HEADERS = json_documents(
-    texts=("data_offsets", "dtype", "shape", "__metadata__", "weight_map", "U8", "I64", "F4")
-)
+_HEADERS = json_documents(texts=("data_offsets", "dtype", "shape", "__metadata__", "weight_map", "U8", "I64", "F4"))

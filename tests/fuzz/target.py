@@ -16,7 +16,8 @@ MB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits on the cost of one input: a constant, and a part in proportion to its length, so that work that is more than linear shows.
+    """Limits on the cost of one input: a constant, and a part in proportion to its length, so that work that is more
+    than linear shows.
 
     Attributes:
         seconds: seconds of processor time, whatever the length.

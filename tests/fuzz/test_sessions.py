@@ -1,4 +1,6 @@
-"""Sessions of pushes in any order, right and wrong: does a version become visible when all of it has come, and never otherwise?"""
+"""Sessions of pushes in any order, right and wrong: does a version become visible when all of it has come, and never
+otherwise?
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,10 @@ class Push:
 
 
 class Sessions(RuleBasedStateMachine):
-    """Trainers that push, over gRPC, as a model of what a service must make of it. `service` and `source` are set by the test."""
+    """Trainers that push, over gRPC, as a model of what a service must make of it.
+
+    `service` and `source` are set by the test.
+    """
 
     service: RunningService
     source: TinyModel
@@ -121,9 +126,7 @@ class Sessions(RuleBasedStateMachine):
     def push_piece(self, push: Push, rank: int, which: int, damage: bool) -> None:
         pieces = push.pieces.get(rank) or [(0, b"x" * 100)]
         index = which % len(pieces)
-        error = refused(
-            lambda: self.client.push(MODEL, push.number, [pieces[index]], rank=rank, damage=damage)
-        )
+        error = refused(lambda: self.client.push(MODEL, push.number, [pieces[index]], rank=rank, damage=damage))
         if error is not None:
             assert damage or push.ended or not push.assigned or rank in push.sealed, error
         elif not damage and push.assigned:
@@ -136,9 +139,7 @@ class Sessions(RuleBasedStateMachine):
 
     @rule(push=pushes, rank=st.integers(0, RANKS))
     def seal(self, push: Push, rank: int) -> None:
-        request = pb.SealRankRequest(
-            model=MODEL, number=push.number, rank=rank, client_id=self.client.client_id
-        )
+        request = pb.SealRankRequest(model=MODEL, number=push.number, rank=rank, client_id=self.client.client_id)
         error = refused(lambda: self.client.call(self.client.checkpoints.SealRank, request, seconds=10.0))
         if error is not None:
             assert push.ended or push.left.get(rank) != set(), error

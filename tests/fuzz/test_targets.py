@@ -1,5 +1,5 @@
-"""Is whatever the parsers read refused as they say, within what it may cost? A short run of each target, always with the same inputs, and with
-all that was a finding once.
+"""Is whatever the parsers read refused as they say, within what it may cost? A short run of each target, always with
+the same inputs, and with all that was a finding once.
 
 `make fuzz` goes on from there, with coverage guidance and other inputs.
 """
@@ -33,9 +33,7 @@ def test_inputs_are_read_or_refused_as_documented(name: str) -> None:
         count = len(target.samples()) + max(int(INPUTS * min(target.weight, 1.0)), 10)
         tried = [*(path.read_bytes() for path in kept(name)), *islice(inputs(target, seed=1), count)]
         found = {data: verdict for data in tried if (verdict := judge.verdict(data)).problem}
-    assert not found, "\n".join(
-        f"{data[:200]!r}: {verdict.key}\n{verdict.said}" for data, verdict in found.items()
-    )
+    assert not found, "\n".join(f"{data[:200]!r}: {verdict.key}\n{verdict.said}" for data, verdict in found.items())
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in _PROCESS])

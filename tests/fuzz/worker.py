@@ -1,7 +1,8 @@
 """Worker: process that runs one target, under the coverage guidance of atheris (libFuzzer) or without.
 
-``python -m tests.fuzz.worker TARGET --inputs N --seed S --folder DIR [--plain]`` prints lines of JSON: ``{"inputs", "seconds"}`` every few
-seconds, then one with the whole `Tally`. Before each input is run it stands in ``DIR/current``: what ends the process can be found there.
+``python -m tests.fuzz.worker TARGET --inputs N --seed S --folder DIR [--plain]`` prints lines of JSON:
+``{"inputs", "seconds"}`` every few seconds, then one with the whole `Tally`. Before each input is run it stands in
+``DIR/current``: what ends the process can be found there.
 """
 
 from __future__ import annotations
@@ -66,9 +67,7 @@ class Run:
         done: ends the run; does not return.
     """
 
-    def __init__(
-        self, target: Target, judge: Judge, inputs: int, folder: Path, done: Callable[[], None]
-    ) -> None:
+    def __init__(self, target: Target, judge: Judge, inputs: int, folder: Path, done: Callable[[], None]) -> None:
         self._target = target
         self._judge = judge
         self._inputs = inputs

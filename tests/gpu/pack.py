@@ -1,8 +1,10 @@
-"""Packs of environments for a GPU machine without a network: ``python -m tests.gpu.pack vllm``, which ``make pack-gpu ENV=vllm`` runs.
+"""Packs of environments for a GPU machine without a network: ``python -m tests.gpu.pack vllm``, which
+``make pack-gpu ENV=vllm`` runs.
 
-An environment is a stack of folders on PYTHONPATH, over what the machine has itself. Each is installed from a list of exact versions beside
-this file, stripped of what an H100 does not need, checked (modules are imported here, without a card; ``layers.toml`` names them), and cut into
-files small enough to be carried one at a time. Wants Linux on x86-64, gcc, binutils and the machine's minor release of Python, which runs this.
+An environment is a stack of folders on PYTHONPATH, over what the machine has itself. Each is installed from a list of
+exact versions beside this file, stripped of what an H100 does not need, checked (modules are imported here, without a
+card; ``layers.toml`` names them), and cut into files small enough to be carried one at a time. Wants Linux on x86-64,
+gcc, binutils and the machine's minor release of Python, which runs this.
 """
 
 from __future__ import annotations
@@ -44,9 +46,7 @@ class Layer:
     imports: Sequence[str] = ()
 
 
-LAYERS = {
-    name: Layer(**each) for name, each in tomllib.loads((HERE / "layers.toml").read_text("utf-8")).items()
-}
+LAYERS = {name: Layer(**each) for name, each in tomllib.loads((HERE / "layers.toml").read_text("utf-8")).items()}
 
 
 def install(name: str) -> Path:
@@ -85,7 +85,10 @@ def write_plugins(folder: Path) -> None:
 
 
 def check(folders: Sequence[Path], imports: Sequence[str]) -> None:
-    """Import modules out of a stack of folders and the checkout, and nothing else. Ends the program if one is not importable."""
+    """Import modules out of a stack of folders and the checkout, and nothing else.
+
+    Ends the program if one is not importable.
+    """
     print(f"== importing {len(imports)} modules under a card that is not there", flush=True)
     sources = [ROOT, *(ROOT / each for each in ("clients", "storage", "service", "examples"))]
     environment = {
@@ -110,7 +113,9 @@ def cut(folder: Path) -> list[Path]:
     for old in BUILD.glob(f"{prefix.name}*"):
         old.unlink()
     print(f"== {folder.name}: packing, some minutes", flush=True)
-    archive = 'tar --sort=name --owner=0 --group=0 --exclude=__pycache__ -C "$0" -cf - . | xz -T0 -3 | split -b "$1" - "$2"'
+    archive = (
+        'tar --sort=name --owner=0 --group=0 --exclude=__pycache__ -C "$0" -cf - . | xz -T0 -3 | split -b "$1" - "$2"'
+    )
     subprocess.run(["bash", "-o", "pipefail", "-c", archive, folder, PIECE, prefix], check=True)
     return sorted(BUILD.glob(f"{prefix.name}*"))
 

@@ -1,6 +1,8 @@
-"""Libraries of CUDA and of its driver that answer nothing: with them what was compiled for a card is loaded where there is none.
+"""Libraries of CUDA and of its driver that answer nothing: with them what was compiled for a card is loaded where there
+is none.
 
-The real ones are 3 GB and want a driver. A stub has the symbols and versions that are asked of the library; a call says that there is no device.
+The real ones are 3 GB and want a driver. A stub has the symbols and versions that are asked of the library; a call says
+that there is no device.
 """
 
 from __future__ import annotations

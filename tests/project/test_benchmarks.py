@@ -79,9 +79,7 @@ def test_tensors_of_a_small_pool_differ_and_each_generation_has_others() -> None
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("cut", "lane"), [("columns", "grpc"), ("contiguous", "local")])
-def test_bytes_that_are_reported_are_those_of_the_model_and_of_the_version(
-    tmp_path: Path, cut: str, lane: str
-) -> None:
+def test_bytes_that_are_reported_are_those_of_the_model_and_of_the_version(tmp_path: Path, cut: str, lane: str) -> None:
     versions: list[tuple[int, set[str]]] = []
 
     def look(service: Service) -> None:
@@ -131,9 +129,7 @@ def test_two_nodes_are_judged_by_the_push_with_as_many_bytes_by_each_lane(held: 
         for name in nodes.JUDGED:
             figures.note(services, name, seconds)
         figures.nbytes[services] = {"local": 1, "streamed": 1}
-    assert f"goal of 1.2 {met}: contiguous held {held:.2f}, contiguous ready {held:.2f}" == nodes.verdict(
-        [figures]
-    )
+    assert f"goal of 1.2 {met}: contiguous held {held:.2f}, contiguous ready {held:.2f}" == nodes.verdict([figures])
     rows = nodes.table([figures]).splitlines()
     assert [row.split()[-1] for row in rows if "to half away" in row] == ["yes" if met == "met" else "no"] * 2
 
@@ -146,9 +142,7 @@ def test_ratios_are_those_of_rounds() -> None:
     assert figures.ratio("pull_to_raw") is None
 
 
-def test_two_checkouts_are_measured_in_the_same_rounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_checkouts_are_measured_in_the_same_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     really = processes.python
 
     def python(*arguments: str, checkout: Path | None = None, **options: Any) -> Any:
@@ -186,15 +180,16 @@ def test_a_process_runs_the_code_of_the_checkout_that_is_named(tmp_path: Path) -
     ):
         (tmp_path / folder / package).mkdir(parents=True)
         (tmp_path / folder / package / "__init__.py").touch()
-    code = "import weighbridge, weighbridge_storage, benchmarks as b; print(weighbridge.__path__, weighbridge_storage.__path__, b.__path__)"
+    code = (
+        "import weighbridge, weighbridge_storage, benchmarks as b; print(weighbridge.__path__, "
+        "weighbridge_storage.__path__, b.__path__)"
+    )
     with processes.python("-c", code, checkout=tmp_path) as process:
         found = processes.first_line(process)
     assert found.count(str(tmp_path)) == 3
 
 
-@pytest.mark.parametrize(
-    ("rounds", "low", "high"), [(3, 1, 3), (6, 1, 6), (10, 2, 9), (20, 6, 15), (30, 10, 21)]
-)
+@pytest.mark.parametrize(("rounds", "low", "high"), [(3, 1, 3), (6, 1, 6), (10, 2, 9), (20, 6, 15), (30, 10, 21)])
 def test_the_interval_of_a_median_is_that_of_printed_tables(rounds: int, low: int, high: int) -> None:
     ratio = against.Ratio.of(range(rounds, 0, -1))
     assert (ratio.median, ratio.low, ratio.high, ratio.rounds) == ((rounds + 1) / 2, low, high, rounds)
@@ -271,9 +266,7 @@ def test_history_is_measured_at_both_ends_of_it(tmp_path: Path) -> None:
         registered = history.measure(partial(history.Models, model), (few, many), 8, 2)
         for service, count in ((few, 4), (many, 8)):
             with TrainerClient(service.address) as client:
-                assert [version.number for version in client.versions(history.MODEL)] == [
-                    *range(count, 0, -1)
-                ]
+                assert [version.number for version in client.versions(history.MODEL)] == [*range(count, 0, -1)]
                 assert len(client.models()) == count + 1
     for ends in (versions, registered):
         assert [(window.begin, window.end) for window in ends] == [(2, 4), (6, 8)]

@@ -1,4 +1,6 @@
-"""Do the files of deploy/ start the service with existing options, as an unprivileged user, and stop it only after it has drained?"""
+"""Do the files of deploy/ start the service with existing options, as an unprivileged user, and stop it only after it
+has drained?
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ NAME = "app.kubernetes.io/name"
 
 
 def asked_of(arguments: list[str]) -> dict[str, Any]:
-    """The options that ``weighbridge serve`` would parse from these arguments. Raises click's error for unknown options."""
+    """The options that ``weighbridge serve`` would parse from these arguments.
+
+    Raises click's error for unknown options.
+    """
     assert arguments[0] == "serve"
     return serve_command.make_context("serve", list(arguments[1:])).params
 
@@ -152,9 +157,7 @@ def test_kubernetes_names_of_replicas_are_those_of_a_headless_service_and_lead_t
     printing = script.replace("exec weighbridge", "printf '%s\\n'")
     environment = {"POD_IP": "10.0.0.7", "NAMESPACE": "rl", "PATH": "/usr/bin:/bin"}
     line = [shell, option, printing, *name, *container["args"]]
-    said = subprocess.run(
-        line, env=environment, check=True, capture_output=True, text=True
-    ).stdout.splitlines()
+    said = subprocess.run(line, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
     asked = asked_of(said)
     host, _, port = asked["advertise"].partition(":")
     assert host.split(".")[0] == "10-0-0-7"
@@ -193,9 +196,7 @@ def test_secrets_of_the_page_are_those_that_pods_mount_and_the_certificate_has_a
     certificate = x509.load_pem_x509_certificate((tmp_path / "tls" / "weighbridge.pem").read_bytes())
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     has = set(names.get_values_for_type(x509.DNSName))
-    services = {
-        name: each["spec"] for (kind, name), each in documents(MANIFESTS[1]).items() if kind == "Service"
-    }
+    services = {name: each["spec"] for (kind, name), each in documents(MANIFESTS[1]).items() if kind == "Service"}
     for name, spec in services.items():
         full = f"{name}.default.svc.cluster.local"
         if spec.get("clusterIP") == "None":

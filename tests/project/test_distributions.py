@@ -97,9 +97,7 @@ def test_an_index_links_to_each_distribution_with_its_digest(tmp_path: Path) -> 
     write_index(tmp_path / "simple", "weighbridge", [wheel])
     links: list[str] = []
     parser = html.parser.HTMLParser()
-    parser.handle_starttag = lambda tag, attrs: (
-        links.append(dict(attrs)["href"] or "") if tag == "a" else None
-    )  # type: ignore[method-assign]
+    parser.handle_starttag = lambda tag, attrs: links.append(dict(attrs)["href"] or "") if tag == "a" else None  # type: ignore[method-assign]
     parser.feed((tmp_path / "simple/weighbridge/index.html").read_text())
     # sha256sum of "abc": FIPS 180-2, appendix B.1
     digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

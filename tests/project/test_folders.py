@@ -48,9 +48,7 @@ def test_a_folder_names_its_modules_and_what_they_may_import(folder: Path) -> No
     missing = [name for name in sorted(modules) if f"`{name}`" not in said]
     assert not missing, f"the docstring of {folder} does not name {missing}"
     listed = {
-        name
-        for line in re.findall(r"^- (.*?): ", said, re.MULTILINE)
-        for name in re.findall(r"`([\w.]+)`", line)
+        name for line in re.findall(r"^- (.*?): ", said, re.MULTILINE) for name in re.findall(r"`([\w.]+)`", line)
     }
     folders = {each.parent.name for each in folder.glob("*/__init__.py")}
     assert listed <= modules | folders, f"the docstring of {folder} names {listed - modules - folders}"

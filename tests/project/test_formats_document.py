@@ -29,9 +29,7 @@ def example() -> dict[str, str]:
     return dict(found)
 
 
-def test_the_example_of_the_document_is_read_as_the_document_says(
-    example: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_example_of_the_document_is_read_as_the_document_says(example: dict[str, str], tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     for place, text in example.items():
         store.put(SMOL.prefix + place, text.encode(), mode="create")

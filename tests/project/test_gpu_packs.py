@@ -1,4 +1,6 @@
-"""Are packs for GPU machines made of exact versions, that leave the machine's torch in place and have what weighbridge needs?"""
+"""Are packs for GPU machines made of exact versions, that leave the machine's torch in place and have what weighbridge
+needs?
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,7 @@ def test_an_engines_pack_has_what_weighbridge_and_its_service_need() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     there = pins(MACHINE) | pins("vllm")
     needed = map(Requirement, project["dependencies"] + project["optional-dependencies"]["service"])
-    unmet = [
-        str(each) for each in needed if there.get(canonicalize_name(each.name), "0") not in each.specifier
-    ]
+    unmet = [str(each) for each in needed if there.get(canonicalize_name(each.name), "0") not in each.specifier]
     assert not unmet
 
 

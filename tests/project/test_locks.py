@@ -51,7 +51,9 @@ def test_no_lock_repeats_what_it_goes_with() -> None:
 
 
 def needed_by(extra: str) -> set[str]:
-    """The projects that an extra of weighbridge needs, and those that they need, as far as it goes without torch: its needs are those of its build."""
+    """The projects that an extra of weighbridge needs, and those that they need, as far as it goes without torch: its
+    needs are those of its build.
+    """
     waiting, seen = [Requirement(f"weighbridge[{extra}]")], set()
     while waiting:
         each = waiting.pop()
@@ -60,11 +62,7 @@ def needed_by(extra: str) -> set[str]:
             continue
         seen.add((project, extras))
         needs = map(Requirement, metadata.requires(project) or ())
-        waiting += [
-            n
-            for n in needs
-            if n.marker is None or any(n.marker.evaluate({"extra": e}) for e in (*extras, ""))
-        ]
+        waiting += [n for n in needs if n.marker is None or any(n.marker.evaluate({"extra": e}) for e in (*extras, ""))]
     return {project for project, _ in seen} - {"weighbridge"}
 
 
@@ -87,9 +85,7 @@ def test_the_demo_installs_what_the_service_and_it_need_and_nothing_for_developm
 
 
 def test_the_image_and_make_take_the_locks() -> None:
-    assert (
-        "--require-hashes --requirement requirements/service.txt" in (ROOT / "deploy/Dockerfile").read_text()
-    )
+    assert "--require-hashes --requirement requirements/service.txt" in (ROOT / "deploy/Dockerfile").read_text()
     assert "--no-deps --require-hashes" in (ROOT / "Makefile").read_text()
     assert '"--no-deps", "--require-hashes"' in (FOLDER / "install.py").read_text()
 

@@ -1,4 +1,6 @@
-"""Does the benchmark of pauses measure both ways of a trainer and an engine on one card, and compare what the engine has?"""
+"""Does the benchmark of pauses measure both ways of a trainer and an engine on one card, and compare what the engine
+has?
+"""
 
 from __future__ import annotations
 

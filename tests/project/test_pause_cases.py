@@ -1,4 +1,6 @@
-"""Do the cases of the benchmark of pauses count tokens where they belong, take versions between steps, and compare what engines have?"""
+"""Do the cases of the benchmark of pauses count tokens where they belong, take versions between steps, and compare what
+engines have?
+"""
 
 from __future__ import annotations
 
@@ -139,9 +141,7 @@ def test_vllms_own_ways_are_measured_from_the_trainers_first_step_and_compared(t
     assert reloaded["step"] == 4
 
 
-def test_a_fresh_load_is_compared_in_parameters_and_words(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_fresh_load_is_compared_in_parameters_and_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     answers = {"start": {"start": 1.0}, "checksums": {"a": 1, "b": 2}, "generate": [4, 5]}
     fresh: Any = SimpleNamespace(ask=lambda line: answers[json.loads(line)[0]])
     monkeypatch.setattr(pause, "peer", lambda *_: contextlib.nullcontext(fresh))

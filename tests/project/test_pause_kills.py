@@ -96,9 +96,7 @@ def test_an_engine_of_mixed_weights_is_no_good_and_one_of_none_is(stage: Any, tm
     assert (found["wrong"], found["good"]) == (["embed"], False)
 
 
-def test_what_does_not_come_to_pass_ends_the_run(
-    stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_come_to_pass_ends_the_run(stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pause_kills, "eventually", lambda what, *_: (_ for _ in ()).throw(Hung(what)))
     (found,) = rounds(stage, tmp_path, KILLS)
     assert found["failed"] == "Hung: the engine comes to stage"

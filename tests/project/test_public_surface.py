@@ -28,9 +28,7 @@ def test_every_name_is_there_once_and_in_order() -> None:
 
 
 def test_every_error_is_public() -> None:
-    defined = {
-        name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)
-    }
+    defined = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)}
     assert defined <= set(weighbridge.__all__)
 
 
@@ -39,9 +37,7 @@ def test_every_public_class_has_a_representation_of_its_own() -> None:
     bare = [
         name
         for name, kind in PUBLIC.items()
-        if inspect.isclass(kind)
-        and kind.__repr__ is object.__repr__
-        and not getattr(kind, "_is_protocol", False)
+        if inspect.isclass(kind) and kind.__repr__ is object.__repr__ and not getattr(kind, "_is_protocol", False)
     ]
     assert bare == []
 

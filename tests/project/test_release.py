@@ -43,9 +43,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_what_is_unreleased_becomes_the_section_of_the_version() -> None:
-    before = (
-        "# Changelog\n\n## [Unreleased]\n\n### Added\n\n- A thing.\n\n## [0.1.0] - 2026-01-01\n\n- Old.\n"
-    )
+    before = "# Changelog\n\n## [Unreleased]\n\n### Added\n\n- A thing.\n\n## [0.1.0] - 2026-01-01\n\n- Old.\n"
     after, section = changelog_of(before, "0.2.0", DAY)
     assert section == "### Added\n\n- A thing."
     assert after == before.replace("## [Unreleased]", "## [Unreleased]\n\n## [0.2.0] - 2026-12-01")

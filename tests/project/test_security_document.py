@@ -10,11 +10,11 @@ TEXT = (ROOT / "SECURITY.md").read_text()
 
 
 def named() -> list[tuple[str, Path]]:
-    """The tests that the table of promises names; a file name without a folder is in the folder of the previous file."""
+    """The tests that the table of promises names; a file name without a folder is in the folder of the previous
+    file.
+    """
     found = []
-    for promise, tests in re.findall(
-        r"^\| (.+?) \| (.+) \|$", TEXT.partition("## What is held")[2], re.MULTILINE
-    ):
+    for promise, tests in re.findall(r"^\| (.+?) \| (.+) \|$", TEXT.partition("## What is held")[2], re.MULTILINE):
         folder = ROOT
         for name in re.findall(r"`([\w/.]+)`", tests):
             path = ROOT / name if "/" in name else folder / name

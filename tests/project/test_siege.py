@@ -1,7 +1,8 @@
 """Does a service serve other clients while an attacker takes all the resources it can, and recover afterwards?
 
-Attacks of `make bench-siege`, shorter and some of them smaller, each on a service process of its own. Attackers come from another address
-than the clients whose calls, probes and pulls are measured. The time limits leave room for a busy machine.
+Attacks of `make bench-siege`, shorter and some of them smaller, each on a service process of its own. Attackers come
+from another address than the clients whose calls, probes and pulls are measured. The time limits leave room for a busy
+machine.
 """
 
 from __future__ import annotations
@@ -33,10 +34,15 @@ SCALES = {
     "withheld-push": 0.42,
     "withheld-lane": 0.42,
 }
-"""`make test` tries the first: all attacks at once. Ten messages of 60 MiB are more than twice of what a service may take for them."""
+"""`make test` tries the first: all attacks at once.
+
+Ten messages of 60 MiB are more than twice of what a service may take for them.
+"""
 MEMORY = MOST_MEMORY
 ANSWERED_SECONDS = 5.0
-"""`make bench-siege` measures against the promised second; here a service that does not hold answers after 10 s, or never."""
+"""`make bench-siege` measures against the promised second; here a service that does not hold answers after 10 s, or
+never.
+"""
 
 
 @pytest.fixture(scope="module", params=list(SCALES)[: rounds("SIEGES")])
@@ -120,7 +126,6 @@ def test_who_was_never_answered_is_not_taken_for_served() -> None:
 
 def test_every_attack_that_all_at_once_does_not_contain_is_tried() -> None:
     assert (
-        SCALES.keys()
-        | {"silent-spread", "half-open-again", "withheld-declare", "all-few-descriptors", "more-than-all"}
+        SCALES.keys() | {"silent-spread", "half-open-again", "withheld-declare", "all-few-descriptors", "more-than-all"}
         == ATTACKS.keys()
     )

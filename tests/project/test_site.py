@@ -1,4 +1,6 @@
-"""Is the documentation's site whole: its pages, their links, the names that it tells of, and its pictures of what was recorded?"""
+"""Is the documentation's site whole: its pages, their links, the names that it tells of, and its pictures of what was
+recorded?
+"""
 
 from __future__ import annotations
 
@@ -69,9 +71,7 @@ def test_links_on_the_site_lead_to_pages_and_others_become_text() -> None:
 
 
 def test_anchors_are_those_that_forges_make() -> None:
-    text = (
-        "# A `code` heading, with a [link](x.md)\n\n```\n# no heading\n```\n## Where a thing is (and why)\n"
-    )
+    text = "# A `code` heading, with a [link](x.md)\n\n```\n# no heading\n```\n## Where a thing is (and why)\n"
     assert pages.anchors(text) == {"a-code-heading-with-a-link", "where-a-thing-is-and-why"}
 
 
@@ -126,11 +126,7 @@ def test_pictures_are_what_the_recorded_figures_give() -> None:
     drawn = pictures.drawn()
     kept = {path.name: path.read_text("utf-8") for path in pictures.FOLDER.glob("*.svg")}
     assert kept == drawn, "run `make pictures`"
-    shown = {
-        Path(picture).name
-        for source in SOURCES
-        for picture in pages.pictures((ROOT / source).read_text("utf-8"))
-    }
+    shown = {Path(picture).name for source in SOURCES for picture in pages.pictures((ROOT / source).read_text("utf-8"))}
     assert {name for name in shown if name.endswith(".svg")} == set(drawn)
     assert all((ROOT / "docs" / "images" / name).exists() for name in shown - set(drawn))
 
@@ -147,10 +143,7 @@ def test_a_picture_says_its_figures_and_where_they_are_from() -> None:
     ):
         assert texts[texts.index(label) + 1] == f"{statistics.median(series[name]['seconds']):.3g} s"
     about = " ".join(texts)
-    assert all(
-        said in about
-        for said in ("2 cores", "2026-11-22", "make bench-peers", "2026-11-22-2-cores-peers.json")
-    )
+    assert all(said in about for said in ("2 cores", "2026-11-22", "make bench-peers", "2026-11-22-2-cores-peers.json"))
 
 
 def test_bars_are_as_long_as_their_figures() -> None:

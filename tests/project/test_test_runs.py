@@ -1,4 +1,6 @@
-"""Runs of the tests: does each test run once, wherever it runs, is what a change reaches found, and does a long run go on where it stopped?"""
+"""Runs of the tests: does each test run once, wherever it runs, is what a change reaches found, and does a long run go
+on where it stopped?
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,14 @@ from tests.support.rounds import ROUNDS
 
 ROW = re.compile(r"^\| `([A-Z_0-9]+)` \| ([\d,]+) \| ([\d,]+) \| (.+) \|$", re.MULTILINE)
 FILES = {
-    "test_long.py": "import pytest\n@pytest.mark.parametrize('i', range(3))\ndef test_a(i):\n    assert i != 1\ndef test_b(tmp_path):\n    pass\n",
+    "test_long.py": (
+        "import pytest\n@pytest.mark.parametrize('i', range(3))\ndef test_a(i):\n    assert i != "
+        "1\ndef test_b(tmp_path):\n    pass\n"
+    ),
     "test_skipped.py": "import pytest\npytest.skip('not here', allow_module_level=True)\n",
-    "test_short.py": "import pytest\n@pytest.fixture\ndef broken():\n    raise OSError\ndef test_c(broken):\n    pass\n",
+    "test_short.py": (
+        "import pytest\n@pytest.fixture\ndef broken():\n    raise OSError\ndef test_c(broken):\n    pass\n"
+    ),
     "test_unimportable.py": "import nothing_of_this_name\n",
 }
 
@@ -46,9 +53,7 @@ def test_each_test_of_each_file_runs_once_and_is_reported_by_its_own_name(tmp_pa
         "tests.support.file_items",
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        [*command, str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    ran = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True)
     said = sorted(re.findall(r"^(PASSED|FAILED|ERROR|SKIPPED) (?:\[1\] )?(\S+)", ran.stdout, re.MULTILINE))
     assert said == [
         ("ERROR", "test_short.py::test_c"),
@@ -158,8 +163,7 @@ def tree(*edges: str) -> Tree:
     pairs = [tuple(PurePosixPath(name) for name in edge.split()) for edge in edges]
     files = {str(file): file for pair in pairs for file in pair}
     importers = {
-        name: frozenset(str(importer) for importer, imported in pairs if str(imported) == name)
-        for name in files
+        name: frozenset(str(importer) for importer, imported in pairs if str(imported) == name) for name in files
     }
     tests = {file for file in files.values() if file.name.startswith("test_")}
     return Tree(
@@ -196,17 +200,19 @@ CHECKOUT = tree(
 @pytest.mark.parametrize(
     ("changed", "tests"),
     [
-        (f"{SERVICE}/push/session.py", "service/push/test_direct service/push/test_beside service/api/test_near sdk/test_faked"),
-        (f"{SERVICE}/plan/cuts.py", "service/push/test_beside service/api/test_near service/api/test_far service/push/test_direct"),
-        (f"{SERVICE}/service.py", "end_to_end/test_all service/push/test_beside service/api/test_near service/api/test_far service/push/test_direct"),
+        (f"{SERVICE}/push/session.py", ("service/push/test_direct service/push/test_beside service/api/test_near "
+                                       "sdk/test_faked")),
+        (f"{SERVICE}/plan/cuts.py", ("service/push/test_beside service/api/test_near service/api/test_far "
+                                    "service/push/test_direct")),
+        (f"{SERVICE}/service.py", ("end_to_end/test_all service/push/test_beside service/api/test_near "
+                                  "service/api/test_far service/push/test_direct")),
         ("tests/service/push/test_direct.py", "service/push/test_direct"),
         ("tests/support/fakes.py", "sdk/test_faked"),
-        ("tests/service/conftest.py", "service/push/test_direct service/push/test_beside service/api/test_near service/api/test_far"),
+        ("tests/service/conftest.py", ("service/push/test_direct service/push/test_beside service/api/test_near "
+                                      "service/api/test_far")),
     ],
 )  # fmt: skip
-def test_a_change_reaches_what_imports_it_nearby_and_the_tests_of_its_folder(
-    changed: str, tests: str
-) -> None:
+def test_a_change_reaches_what_imports_it_nearby_and_the_tests_of_its_folder(changed: str, tests: str) -> None:
     found = reached([PurePosixPath(changed)], CHECKOUT)
     assert found.everything is None
     assert set(found.files) == {PurePosixPath(f"tests/{name}.py") for name in tests.split()}
@@ -226,9 +232,7 @@ def test_a_long_run_goes_on_where_it_stopped_until_the_checkout_changes(
     log, broken = tmp_path / "ran", tmp_path / "broken"
     parts = [
         long.Part("first", ("sh", "-c", f"echo first $WEIGHBRIDGE_SEED >> {log}")),
-        long.Part(
-            "second", ("sh", "-c", f"echo second $ROUNDS >> {log}; test ! -e {broken}"), {"ROUNDS": "50"}
-        ),
+        long.Part("second", ("sh", "-c", f"echo second $ROUNDS >> {log}; test ! -e {broken}"), {"ROUNDS": "50"}),
         long.Part("third", ("sh", "-c", f"echo third >> {log}")),
     ]
 

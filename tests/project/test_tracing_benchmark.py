@@ -21,9 +21,7 @@ from benchmarks.tracing import compared
 def test_two_percent_are_told_from_noise_that_allows_it(more: float, noise: float, said: str) -> None:
     lots = random.Random(1)
     machine = [lots.choice((1.0, 2.0, 5.0)) for _ in range(60)]  # how busy it was, the same for a pair
-    plain, traced = (
-        [busy * each * lots.lognormvariate(0, noise) for busy in machine] for each in (0.1, 0.1 * more)
-    )
+    plain, traced = ([busy * each * lots.lognormvariate(0, noise) for busy in machine] for each in (0.1, 0.1 * more))
     found = compared(plain, traced)
     assert found.said == said
     assert found.low < found.ratio < found.high

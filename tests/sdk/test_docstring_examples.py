@@ -123,9 +123,7 @@ class Session:
         for name in dict.fromkeys(re.findall(r"\w+", docstring.source)):
             self._make(name)
         for number, example in enumerate(docstring.examples):
-            code = compile(
-                example.source, f"{docstring.owner}[{number}]", "single", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-            )
+            code = compile(example.source, f"{docstring.owner}[{number}]", "single", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 answer = eval(code, self._names)
                 if inspect.iscoroutine(answer):
@@ -165,9 +163,7 @@ class Session:
     def peft_model(self) -> Any:
         import peft
 
-        return peft.get_peft_model(
-            self.model(), peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-        )
+        return peft.get_peft_model(self.model(), peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
 
     def megatron_model(self) -> Any:
         """A stand-in for a Megatron-core model on one rank, with the sharded tensors of the tiny model."""
@@ -176,8 +172,7 @@ class Session:
         with TrainerClient(self._service.address) as trainer:
             layout = trainer.describe_shards(MODEL, MegatronRank())
         sharded = {
-            name: ShardedTensor.from_rank_offsets(name, torch.ones(spec.shape))
-            for name, spec in layout.tensors.items()
+            name: ShardedTensor.from_rank_offsets(name, torch.ones(spec.shape)) for name, spec in layout.tensors.items()
         }
         return SimpleNamespace(sharded_state_dict=lambda: sharded)
 

@@ -36,9 +36,7 @@ from weighbridge_service.server import HttpServer
 pytestmark = pytest.mark.process
 
 MODEL = "tests/smol"
-_READY = re.compile(
-    r"weighbridge serving gRPC on (127\.0\.0\.1:\d+), HTTP on (http://127\.0\.0\.1:\d+), store (/.*)\n"
-)
+_READY = re.compile(r"weighbridge serving gRPC on (127\.0\.0\.1:\d+), HTTP on (http://127\.0\.0\.1:\d+), store (/.*)\n")
 _PROGRAM = """
 import sys
 from pathlib import Path
@@ -73,9 +71,7 @@ class Served:
             self.process = (
                 ForkedPython(*program, stderr=log.fileno())
                 if imported
-                else subprocess.Popen(
-                    [sys.executable, *program], stdout=subprocess.PIPE, stderr=log, text=True
-                )
+                else subprocess.Popen([sys.executable, *program], stdout=subprocess.PIPE, stderr=log, text=True)
             )
 
     def output(self) -> tuple[str, str]:
@@ -324,9 +320,9 @@ def test_ports_in_use_are_said_to_be(tmp_path: Path) -> None:
             assert (service.process.returncode, output) == (1, "")
             assert "weighbridge cannot start: " in log
             assert (
-                f"the {'gRPC' if text == '--grpc' else 'HTTP'} address {address} cannot be bound: Address already in use"
-                in log
-            )
+                f"the {'gRPC' if text == '--grpc' else 'HTTP'} address {address} cannot be "
+                "bound: Address already in use"
+            ) in log
             assert "--grpc 127.0.0.1:" in log
             assert "--http 127.0.0.1:" in log, "both ports are changed, or the next start fails as well"
             assert "Traceback" not in log

@@ -1,4 +1,6 @@
-"""Does a pool of threads serve all callers in turn, keep nothing, and end its threads? And does it hold up no process and no event loop?"""
+"""Does a pool of threads serve all callers in turn, keep nothing, and end its threads? And does it hold up no process
+and no event loop?
+"""
 
 from __future__ import annotations
 
@@ -258,5 +260,8 @@ def test_a_task_has_its_work_done_in_its_context_and_leaves_what_has_begun(one: 
 
 
 def test_work_that_hangs_keeps_no_process_from_ending() -> None:
-    hanging = "from weighbridge_storage.threads import ThreadPool; import threading; ThreadPool('x', 1).submit(threading.Event().wait)"
+    hanging = (
+        "from weighbridge_storage.threads import ThreadPool; import threading; ThreadPool('x', "
+        "1).submit(threading.Event().wait)"
+    )
     assert subprocess.run([sys.executable, "-c", hanging], timeout=60, check=False).returncode == 0

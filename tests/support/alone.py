@@ -1,8 +1,8 @@
 """Tests that run in a process of their own.
 
-A test that asks for the descriptors, threads, memory or logs of its process would otherwise judge what other tests have left running in it:
-clients that reconnect, pools that shrink, garbage. Where it can be said which of them are the test's own, that is cheaper: records of one
-logger, `new_threads.NewThreads`, files in one folder.
+A test that asks for the descriptors, threads, memory or logs of its process would otherwise judge what other tests have
+left running in it: clients that reconnect, pools that shrink, garbage. Where it can be said which of them are the
+test's own, that is cheaper: records of one logger, `new_threads.NewThreads`, files in one folder.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.support.forked import forking
 def alone(test: Callable[..., None]) -> Callable[..., None]:
     """Run a test in a process of its own, which has imported torch and the service, and nothing of other tests.
 
-    Its arguments have to be picklable: ``tmp_path`` and parameters are, a running service is not. The process has no fixtures
-    of pytest, ``autouse`` ones included; flushes of files return at once here, too.
+    Its arguments have to be picklable: ``tmp_path`` and parameters are, a running service is not. The process has no
+    fixtures of pytest, ``autouse`` ones included; flushes of files return at once here, too.
 
     Example:
         >>> @alone

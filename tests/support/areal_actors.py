@@ -1,4 +1,5 @@
-"""Ranks of an actor with AReaL's own parts stood in for, as far as updates of weights use them: what they do with a real service over gloo.
+"""Ranks of an actor with AReaL's own parts stood in for, as far as updates of weights use them: what they do with a
+real service over gloo.
 
 Read in AReaL 1.0.4. `tests.frameworks.test_areal` runs its real trainer; here are the faults that it cannot make.
 """
@@ -80,9 +81,7 @@ def actor(model: torch.nn.Module, hf_dir: str, group: dist.ProcessGroup) -> Any:
             self.cpu_group = group
             self.rollout_engine = Rollouts()
             self.onload: Callable[[], None] = lambda: None
-            self.config = SimpleNamespace(
-                experiment_name="e", trial_name="t", path=hf_dir, weight_update_mode="disk"
-            )
+            self.config = SimpleNamespace(experiment_name="e", trial_name="t", path=hf_dir, weight_update_mode="disk")
 
         def get_version(self) -> int:
             return 0

@@ -1,4 +1,5 @@
-"""Jobs of AReaL in an environment of its own, which `make test-frameworks` makes, and engines that answer as SGLang's servers do.
+"""Jobs of AReaL in an environment of its own, which `make test-frameworks` makes, and engines that answer as SGLang's
+servers do.
 
 ``make test-frameworks`` names its Python in WEIGHBRIDGE_AREAL_PYTHON.
 """

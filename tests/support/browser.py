@@ -1,6 +1,7 @@
 """A real Chromium, driven by Playwright, that reaches nothing but this machine; and pages of a service in it.
 
-Tests that ask for it are skipped where either is missing: `make test-page` installs Playwright and axe, the distribution has Chromium.
+Tests that ask for it are skipped where either is missing: `make test-page` installs Playwright and axe, the
+distribution has Chromium.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ ROOT = Path(__file__).parents[2]
 AXE = ROOT / ".page-tools" / "node_modules" / "axe-core" / "axe.min.js"
 PHONE, DESK = (390, 844), (1280, 860)
 _LATE_MS = 15_000
-"""Milliseconds after which a page counts as not showing something. The promise is a second, on a machine that has nothing else to do."""
+"""Milliseconds after which a page counts as not showing something.
+
+The promise is a second, on a machine that has nothing else to do.
+"""
 
 
 def chromium() -> str:
     """Path of the browser; skips the test if there is none."""
-    found = (
-        os.environ.get("WEIGHBRIDGE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-    )
+    found = os.environ.get("WEIGHBRIDGE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     if found is None:
         pytest.skip("there is no Chromium: apt-get install chromium")
     return found
@@ -65,9 +67,7 @@ class Tab:
     seen: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.page.on(
-            "console", lambda said: said.type in ("error", "warning") and self.problems.append(said.text)
-        )
+        self.page.on("console", lambda said: said.type in ("error", "warning") and self.problems.append(said.text))
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.page.on("request", lambda asked: self._check(asked.url))
 
@@ -89,9 +89,7 @@ class Tab:
         found.first.wait_for(timeout=_LATE_MS)
         self.seen[f"{selector} {text}".strip()] = time.monotonic() - begun
 
-    def shot(
-        self, name: str, *, dark: bool = False, size: tuple[int, int] = DESK, whole: bool = True
-    ) -> Path:
+    def shot(self, name: str, *, dark: bool = False, size: tuple[int, int] = DESK, whole: bool = True) -> Path:
         """A screenshot."""
         self.page.emulate_media(color_scheme="dark" if dark else "light")
         self.page.set_viewport_size({"width": size[0], "height": size[1]})

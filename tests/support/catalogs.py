@@ -25,7 +25,10 @@ SMOL, OTHER = ModelName("acme", "smol"), ModelName("acme", "other")
 
 
 class CountingStore(LocalStore):
-    """Store that counts reads of heads, and the reads that it refused. Tests can make it unavailable, or make its reads hang."""
+    """Store that counts reads of heads, and the reads that it refused.
+
+    Tests can make it unavailable, or make its reads hang.
+    """
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -49,7 +52,9 @@ class CountingStore(LocalStore):
 
     @contextmanager
     def hanging(self, thread: str = "") -> Iterator[None]:
-        """Let reads, those of a thread or of all, return the content at their start, but only after the block has ended."""
+        """Let reads, those of a thread or of all, return the content at their start, but only after the block has
+        ended.
+        """
         self.hung, self._hanging = 0, thread
         self._go_on.clear()
         try:

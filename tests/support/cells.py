@@ -1,7 +1,7 @@
 """Cells of large tables of cases that `make test` leaves to `make test-long`, and what holds the promise in between.
 
-A pytest plugin. Each entry names a test and the cases of it that run: those that cover each value of each axis once, or the costliest path
-of each kind.
+A pytest plugin. Each entry names a test and the cases of it that run: those that cover each value of each axis once, or
+the costliest path of each kind.
 """
 
 from __future__ import annotations
@@ -33,24 +33,28 @@ CELLS = (
     Cells(
         "end_to_end/test_round_trip.py::test_weights_go_to_megatron_and_back_bit_for_bit",
         ("tp1pp2dp2", "tp4pp1dp1"),
-        "no, some and all parallelism of each axis is in one of them; families/test_round_trip.py has five more layouts of all families",
+        ("no, some and all parallelism of each axis is in one of them; "
+        "families/test_round_trip.py has five more layouts of all families"),
     ),
     Cells(
         "service/families/test_round_trip.py::test_weights_go_to_megatron_and_back_bit_for_bit",
         ("tp2ep2etp1-padded", "tp2pp2ep2etp1", "tp2dp2ep2", "pp5-loss"),
-        "tensor, data and expert parallelism and padding of all families; stages of all families are in demo/test_megatron_families_on_cpu.py, "
+        "tensor, data and expert parallelism and padding of all families; stages of all "
+        "families are in demo/test_megatron_families_on_cpu.py, "
         "virtual ones in frameworks/test_slime.py",
     ),
     Cells(
         "end_to_end/test_megatron_training_states.py::test_training_goes_on_after_all_ranks_were_killed",
         ("tied over stages, distributed",),
-        "the plain optimizer and experts are in sdk/trainers/states/test_megatron_training.py and test_training_checkpoints.py; a dense model in "
+        "the plain optimizer and experts are in sdk/trainers/states/test_megatron_training.py "
+        "and test_training_checkpoints.py; a dense model in "
         "the loop of engines/test_megatron_saved_states.py",
     ),
     Cells(
         "sdk/trainers/states/test_sharded_training.py::test_ranks_fill_any_mesh_and_go_on_bit_for_bit_on_their_own",
         ("fsdp4",),
-        "meshes of two axes and replicated ones are filled in end_to_end/test_torch_trainers.py, and read in converting/test_named_checkpoints.py",
+        ("meshes of two axes and replicated ones are filled in "
+        "end_to_end/test_torch_trainers.py, and read in converting/test_named_checkpoints.py"),
     ),
     Cells(
         "sdk/trainers/states/test_megatron_training.py::test_ranks_hold_what_megatron_gathers_and_take_it_at_another_parallelism",
@@ -70,7 +74,8 @@ CELLS = (
     Cells(
         "end_to_end/test_torch_trainers.py::test_a_rank_of_zero_3_takes_memory_for_its_own_ranges_and_not_for_the_model",
         ("local",),
-        "what is copied is decided before the lane; bytes by gRPC are those of test_what_ranks_share_is_pulled_whole_and_fills_other_meshes_bit_for_bit",
+        ("what is copied is decided before the lane; bytes by gRPC are those of "
+        "test_what_ranks_share_is_pulled_whole_and_fills_other_meshes_bit_for_bit"),
     ),
     Cells(
         "end_to_end/test_training_checkpoints.py::test_torch_loads_what_is_exported_and_what_it_saved_is_restored",

@@ -1,9 +1,10 @@
 """Tests that a change reaches, by the import graph: ``make test ARGS=--changed``.
 
-A pytest plugin around one pure function, `reached`. A test file is reached by a changed module if it imports it through few others, or lies in
-the folder that mirrors the module's. Modules that put the whole together (`ASSEMBLIES`) end the way: what starts a service imports all
-of it, and would be reached by any change. For what is behind them there are the tests of its own folder, and the smoke promises, which
-always run. A change that reaches most of the tests, as one of `weighbridge.errors` does, runs all of them.
+A pytest plugin around one pure function, `reached`. A test file is reached by a changed module if it imports it through
+few others, or lies in the folder that mirrors the module's. Modules that put the whole together (`ASSEMBLIES`) end the
+way: what starts a service imports all of it, and would be reached by any change. For what is behind them there are the
+tests of its own folder, and the smoke promises, which always run. A change that reaches most of the tests, as one of
+`weighbridge.errors` does, runs all of them.
 """
 
 from __future__ import annotations
@@ -143,9 +144,7 @@ def read_tree(root: Path) -> Tree:
     import grimp
 
     packages = {Path(source).name: source for source in SOURCES if (root / source / "__init__.py").exists()}
-    graph = grimp.build_graph(
-        *packages, "tests", "benchmarks", exclude_type_checking_imports=True, cache_dir=None
-    )
+    graph = grimp.build_graph(*packages, "tests", "benchmarks", exclude_type_checking_imports=True, cache_dir=None)
     files = {}
     for module in graph.modules:
         package, *rest = module.split(".")
@@ -170,7 +169,9 @@ def changed_files(root: Path, since: str) -> list[PurePosixPath]:
 
 
 def _base(root: Path) -> str:
-    """The commit that a change starts from: where the branch left ``main``, or, on ``main``, the last commit if nothing is changed since."""
+    """The commit that a change starts from: where the branch left ``main``, or, on ``main``, the last commit if nothing
+    is changed since.
+    """
     for main in ("origin/main", "main"):
         try:
             [base] = _git(root, "merge-base", "HEAD", main)
@@ -196,7 +197,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         nargs="?",
         const="",
         metavar="COMMIT",
-        help="run the tests that the changes since COMMIT reach, and the smoke promises; by default since the branch left main",
+        help=(
+            "run the tests that the changes since COMMIT reach, and the smoke promises; by "
+            "default since the branch left main"
+        ),
     )
 
 
@@ -216,9 +220,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     if found.everything:
         return [f"changed: {found.everything} reaches everything"]
     reasons = sorted(set(found.files.values()))
-    return [
-        f"changed: {len(reasons)} files reach {len(found.files)} files of tests; the smoke promises besides"
-    ]
+    return [f"changed: {len(reasons)} files reach {len(found.files)} files of tests; the smoke promises besides"]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

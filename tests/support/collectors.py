@@ -128,6 +128,9 @@ def listed(spans: Sequence[Seen]) -> str:
     """A line for each span, by their beginnings."""
     begun = min((span.start for span in spans), default=time.time_ns())
     return "\n".join(
-        f"{(span.start - begun) / 1e6:9.1f} ms {(span.end - span.start) / 1e6:8.1f} ms {span.service} {span.name} {span.trace[:6]} {span.id[:6]} < {span.parent[:6]}"
+        (
+            f"{(span.start - begun) / 1e6:9.1f} ms {(span.end - span.start) / 1e6:8.1f} ms "
+            f"{span.service} {span.name} {span.trace[:6]} {span.id[:6]} < {span.parent[:6]}"
+        )
         for span in sorted(spans, key=lambda each: each.start)
     )

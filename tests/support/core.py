@@ -19,9 +19,7 @@ _PACKAGES = {
 @functools.cache
 def core_folders() -> frozenset[Path]:
     """The folders of tests that mirror the packages of the core."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"][
-        "contracts"
-    ]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
     [core] = [each for each in contracts if each["name"].startswith("The core imports no other house")]
     return frozenset(map(_tests_of, core["source_modules"]))
 

@@ -1,8 +1,9 @@
-"""``--cheap``: without costly tests, those that took more than `COSTLY_SECONDS` of a processor when ``--record-costly`` wrote their list.
+"""``--cheap``: without costly tests, those that took more than `COSTLY_SECONDS` of a processor when ``--record-costly``
+wrote their list.
 
-A pytest plugin. `make test` leaves costly tests out, and `make test-all` runs them too. A test that is not in the list counts as cheap until
-the list is written again. With both options, tests are added to the list: the first of the tests that are left pays for what a file's tests
-share.
+A pytest plugin. `make test` leaves costly tests out, and `make test-all` runs them too. A test that is not in the list
+counts as cheap until the list is written again. With both options, tests are added to the list: the first of the tests
+that are left pays for what a file's tests share.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """``--cheap`` and ``--record-costly``."""
     group = parser.getgroup("costs")
     group.addoption("--cheap", action="store_true", help=f"leave out the tests that {LIST.name} lists")
-    group.addoption(
-        "--record-costly", action="store_true", help=f"write {LIST.name} from what this run costs"
-    )
+    group.addoption("--record-costly", action="store_true", help=f"write {LIST.name} from what this run costs")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -44,6 +43,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def listed(costs: Mapping[str, float], before: Iterable[str] = ()) -> str:
-    """The list of the costly ones among tests whose processor seconds are given, and of those that were listed before."""
+    """The list of the costly ones among tests whose processor seconds are given, and of those that were listed
+    before.
+    """
     costly = {test for test, seconds in costs.items() if seconds > COSTLY_SECONDS}
     return "".join(f"{test}\n" for test in sorted(costly.union(before)))

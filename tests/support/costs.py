@@ -1,6 +1,8 @@
-"""Processor time of each test, its own and that of the processes it starts; the costliest are listed at the end of a run.
+"""Processor time of each test, its own and that of the processes it starts; the costliest are listed at the end of a
+run.
 
-A pytest plugin. Wall time says little about a test on a machine with other work; processor time repeats within some percent.
+A pytest plugin. Wall time says little about a test on a machine with other work; processor time repeats within some
+percent.
 """
 
 from __future__ import annotations
@@ -22,9 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """``--costs`` and ``--costs-json``."""
     group = parser.getgroup("costs")
     group.addoption("--costs", type=int, default=20, metavar="N", help="list the N costliest tests")
-    group.addoption(
-        "--costs-json", type=Path, metavar="FILE", help="write the processor seconds of each test"
-    )
+    group.addoption("--costs-json", type=Path, metavar="FILE", help="write the processor seconds of each test")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -61,14 +61,13 @@ def costs_of(reporter: pytest.TerminalReporter) -> Mapping[str, float]:
     for reports in reporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                costs[report.nodeid] += sum(
-                    value for name, value in report.user_properties if name == _PROPERTY
-                )
+                costs[report.nodeid] += sum(value for name, value in report.user_properties if name == _PROPERTY)
     return costs
 
 
 def processor_seconds() -> float:
-    """Processor time of this process and of all that it has started, in seconds: those that run, and those that have ended.
+    """Processor time of this process and of all that it has started, in seconds: those that run, and those that have
+    ended.
 
     A process that has left for another parent is not counted.
     """
@@ -97,7 +96,10 @@ def processor_seconds() -> float:
 
 
 class _Clock:
-    """Processor time since it was last asked. Looking for processes takes a millisecond: what begins and ends within some is counted later."""
+    """Processor time since it was last asked.
+
+    Looking for processes takes a millisecond: what begins and ends within some is counted later.
+    """
 
     def __init__(self) -> None:
         self._all, self._own, self._looked = processor_seconds(), time.process_time(), time.monotonic()

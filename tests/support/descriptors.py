@@ -10,7 +10,8 @@ import os
 def descriptors() -> set[tuple[int, str]]:
     """Number and target of each, those of garbage not included.
 
-    To be compared as sets: what earlier tests have left behind may be closed by other threads at any time, and changes a count.
+    To be compared as sets: what earlier tests have left behind may be closed by other threads at any time, and changes
+    a count.
     """
     gc.collect()
     found = set()

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def disk_without_wait() -> Iterator[None]:
-    """Flushes of files and folders return at once: they last for milliseconds each, and show only after a loss of power.
+    """Flushes of files and folders return at once: they last for milliseconds each, and show only after a loss of
+    power.
 
-    That files are flushed, and which, is for tests to see that watch the calls; processes that are started as programs flush.
+    That files are flushed, and which, is for tests to see that watch the calls; processes that are started as programs
+    flush.
     """
     really = {name: getattr(os, name) for name in ("fsync", "fdatasync")}
 

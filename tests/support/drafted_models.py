@@ -1,4 +1,6 @@
-"""Models with layers of multi-token prediction that draft exactly what the model says, as long as both are of one version."""
+"""Models with layers of multi-token prediction that draft exactly what the model says, as long as both are of one
+version.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ _HIDDEN = 256
 
 
 def make_drafted_folder(folder: Path, seed: int) -> Qwen2ForCausalLM:
-    """A random MiMo in float32 with one layer for prediction, and a tokenizer of 128 words; and what transformers makes of it without that layer.
+    """A random MiMo in float32 with one layer for prediction, and a tokenizer of 128 words; and what transformers makes
+    of it without that layer.
 
-    What layers add to an embedding is nothing, so that a word follows from the word before it. The final norms of the model and of its drafter turn the
-    same elements of an embedding, other ones in each version: with the norm of another version the drafter drafts other words.
+    What layers add to an embedding is nothing, so that a word follows from the word before it. The final norms of the
+    model and of its drafter turn the same elements of an embedding, other ones in each version: with the norm of
+    another version the drafter drafts other words.
     """
     make_folder(folder, seed)  # for its tokenizer
     torch.manual_seed(seed)
@@ -44,14 +48,10 @@ def make_drafted_folder(folder: Path, seed: int) -> Qwen2ForCausalLM:
     model.save_pretrained(folder)
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     here, there = "model.layers.1.", "model.mtp_layers.0."
-    weights |= {
-        name.replace(here, there): tensor.clone() for name, tensor in weights.items() if name.startswith(here)
-    }
+    weights |= {name.replace(here, there): tensor.clone() for name, tensor in weights.items() if name.startswith(here)}
     weights |= {f"{there}{kind}_layernorm.weight": torch.ones(_HIDDEN) for kind in ("token", "hidden")}
     weights[f"{there}final_layernorm.weight"] = turned.clone()
-    weights[f"{there}input_proj.weight"] = torch.cat(
-        [torch.zeros(_HIDDEN, _HIDDEN), torch.eye(_HIDDEN)], dim=1
-    )
+    weights[f"{there}input_proj.weight"] = torch.cat([torch.zeros(_HIDDEN, _HIDDEN), torch.eye(_HIDDEN)], dim=1)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}

@@ -1,6 +1,8 @@
-"""Faults that are put into the parameters of a live engine: a plug-in of vLLM and SGLang beside weighbridge's, which tests of proofs install.
+"""Faults that are put into the parameters of a live engine: a plug-in of vLLM and SGLang beside weighbridge's, which
+tests of proofs install.
 
-An order travels as if it were the digest of a recording that the caller knows, so that it reaches every worker of every engine by the way of proofs itself.
+An order travels as if it were the digest of a recording that the caller knows, so that it reaches every worker of every
+engine by the way of proofs itself.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from weighbridge.integrations.engine_rank.rank import EngineRank
 
 _ORDER = "fault:"
 NOW = ("flip", "swap_rows", "swap_experts", "stale", "stale_packed")
-"""Faults of what lies in memory: a bit; two rows; two experts of one shape, as a kernel has them; the parameter of a name keeps the values of the version before,
-or what a kernel for processors has made of them does."""
+"""Faults of what lies in memory: a bit; two rows; two experts of one shape, as a kernel has them; the parameter of a
+name keeps the values of the version before, or what a kernel for processors has made of them does."""
 NEXT = ("skip", "half", "record")
-"""Faults of the next update: a rank that says it has taken it and has not; one that has taken one half of it; one whose record of its loader exchanges two
-tensors of one shape."""
+"""Faults of the next update: a rank that says it has taken it and has not; one that has taken one half of it; one whose
+record of its loader exchanges two tensors of one shape."""
 KEEP, RESTORE, WRONG, MUTE = "keep", "restore", "wrong", "mute"
 
 
@@ -41,14 +43,13 @@ def install(folder: Path) -> str:
     return os.pathsep.join((str(folder), str(Path(__file__).parents[2])))
 
 
-def order(
-    kind: str, *, rank: int | None = None, engine: int | None = None, seed: int = 0, name: str = ""
-) -> str:
+def order(kind: str, *, rank: int | None = None, engine: int | None = None, seed: int = 0, name: str = "") -> str:
     """Order for the ranks of these numbers; None for all.
 
     Args:
-        kind: one of `NOW`, `NEXT`; `KEEP` to remember the values as those of the version before; `RESTORE` to put everything in order; `MUTE` to give no evidence; or `WRONG`
-            to return the names of the parameters that the fault of the last update has made wrong.
+        kind: one of `NOW`, `NEXT`; `KEEP` to remember the values as those of the version before; `RESTORE` to put
+            everything in order; `MUTE` to give no evidence; or `WRONG` to return the names of the parameters that the
+            fault of the last update has made wrong.
         rank: number of the rank in its engine.
         engine: number of the engine behind the server.
         seed: seed of random choices.
@@ -139,9 +140,7 @@ def _clones(live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(
-        one.detach().contiguous().view(torch.uint8), other.detach().contiguous().view(torch.uint8)
-    )
+    return torch.equal(one.detach().contiguous().view(torch.uint8), other.detach().contiguous().view(torch.uint8))
 
 
 @torch.no_grad()
@@ -192,9 +191,7 @@ def _misrecord(rank: EngineRank, kept: _Kept, live: dict[str, torch.Tensor]) -> 
     fitting: dict[Any, list[int]] = {}
     for at, step in enumerate(steps):
         if isinstance(step, RecordedCopy) and step.target in live and "layers.1." in step.target:
-            fitting.setdefault((len(step.box.extent), step.box.extent, step.part.size, step.view), []).append(
-                at
-            )
+            fitting.setdefault((len(step.box.extent), step.box.extent, step.part.size, step.view), []).append(at)
     first, second = fitting[max(alike for alike, there in fitting.items() if len(there) > 1)][:2]
     a, b = steps[first], steps[second]
     assert isinstance(a, RecordedCopy)

@@ -80,7 +80,9 @@ def go_to_versions(number: int, server: str, name: str, config: Any) -> dict[str
 
 
 def go_by_a_staging_place(number: int, server: str, name: str, config: Any) -> dict[str, Any]:
-    """Start at version 1, and go to 2 and 1 by way of a staging place; 2 was discarded on its way there once, while 1 came."""
+    """Start at version 1, and go to 2 and 1 by way of a staging place; 2 was discarded on its way there once, while 1
+    came.
+    """
     rank = start(config, server, name, 1)
     nbytes = sum(-(-p.nbytes // 512) * 512 for p in rank.engine.model.parameters())
     rank.engine.place = StagingPlace(torch.full([nbytes], 0xAB, dtype=torch.uint8))
@@ -99,7 +101,9 @@ def go_by_a_staging_place(number: int, server: str, name: str, config: Any) -> d
 
 
 def update_an_engine_of_files(number: int, server: str, name: str, config: Any, empty: str) -> dict[str, Any]:
-    """Go to version 2 with a model that was not loaded from the service; before that, connect to one that has no version."""
+    """Go to version 2 with a model that was not loaded from the service; before that, connect to one that has no
+    version.
+    """
     ranks = ProcessGroup()
     model = Llama(config, ranks.rank, ranks.size)
     for p in model.parameters():
@@ -115,7 +119,9 @@ def update_an_engine_of_files(number: int, server: str, name: str, config: Any, 
 
 
 def lose_the_service(number: int, server: str, name: str, config: Any) -> dict[str, Any]:
-    """Go to version 2 while one rank cannot reach the service; then to a version that there is not; then, with all ranks, to version 2."""
+    """Go to version 2 while one rank cannot reach the service; then to a version that there is not; then, with all
+    ranks, to version 2.
+    """
     rank = start(config, server, name, 1)
     assert rank.source is not None
     good = rank.client()
@@ -131,7 +137,9 @@ def lose_the_service(number: int, server: str, name: str, config: Any) -> dict[s
 
 
 def fail_while_filling(number: int, server: str, name: str, config: Any) -> dict[str, Any]:
-    """Go to version 2 while a rank fails in the middle of its parameters: once, and then on the way back, too; then to version 2."""
+    """Go to version 2 while a rank fails in the middle of its parameters: once, and then on the way back, too; then to
+    version 2.
+    """
     rank = start(config, server, name, 1)
     fill, failures = rank.engine.fill, []
 
@@ -154,7 +162,9 @@ def fail_while_filling(number: int, server: str, name: str, config: Any) -> dict
 
 
 def take_a_version_back(number: int, server: str, name: str, config: Any) -> dict[str, Any]:
-    """Stage version 2, go to it and back; then to a version that the engine does not have; then to 2 while a rank cannot get version 1 any more."""
+    """Stage version 2, go to it and back; then to a version that the engine does not have; then to 2 while a rank
+    cannot get version 1 any more.
+    """
     rank = start(config, server, name, 1)
     assert rank.source is not None
     rank.stage(2)
@@ -173,7 +183,9 @@ def take_a_version_back(number: int, server: str, name: str, config: Any) -> dic
 
 
 def sleep_and_wake(number: int, server: str, name: str, config: Any, level: int) -> dict[str, Any]:
-    """Take version 2 while the parameters have no memory: refused, and then waiting for the wake-up; and a wake-up that finds the service away."""
+    """Take version 2 while the parameters have no memory: refused, and then waiting for the wake-up; and a wake-up that
+    finds the service away.
+    """
     rank = start(config, server, name, 1)
     awake: list[bool] = []
 
@@ -253,7 +265,9 @@ def take_what_does_not_fit(number: int, server: str, name: str, config: Any, oth
 
 
 def take_another_dtype(number: int, server: str, name: str, config: Any, other: str) -> dict[str, Any]:
-    """Go to a version whose tensors have another dtype, at another service, where the model has the same name; and back."""
+    """Go to a version whose tensors have another dtype, at another service, where the model has the same name; and
+    back.
+    """
     rank = start(config, server, name, 1)
     home = rank.source
     rank.apply(1, ModelSource(name, other))
@@ -263,7 +277,9 @@ def take_another_dtype(number: int, server: str, name: str, config: Any, other: 
 
 
 def change_the_configuration(number: int, server: str, name: str, config: Any) -> dict[str, Any]:
-    """Apply a version after the loader has come to choose otherwise than when it was prepared: ranks have exchanged what they hold."""
+    """Apply a version after the loader has come to choose otherwise than when it was prepared: ranks have exchanged
+    what they hold.
+    """
     rank = start(config, server, name, 1)
     rank.prepare(2)
     until_prepared(rank)

@@ -1,4 +1,6 @@
-"""Engine of a page: a llama over tensor-parallel ranks, and what it adds to start from the service and go from version to version."""
+"""Engine of a page: a llama over tensor-parallel ranks, and what it adds to start from the service and go from version
+to version.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ COLUMNS = ("o_proj", "down_proj")
 
 
 class Llama(torch.nn.Module):
-    """One rank's parameters: q, k and v in one, gate and up in one; all cut by rows but two by columns, and norms whole."""
+    """One rank's parameters: q, k and v in one, gate and up in one; all cut by rows but two by columns, and norms
+    whole.
+    """
 
     def __init__(self, config, rank, size):
         super().__init__()

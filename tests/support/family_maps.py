@@ -1,7 +1,7 @@
 """Two digests of a family's maps for a config, which can be compared between Python environments.
 
-``python -m tests.support.family_maps FILE`` prints them for every config of a file of `data/family_maps.json`'s form; ``python -m
-tests.support.family_maps --configs`` prints the configs, as the transformers that is installed writes them.
+``python -m tests.support.family_maps FILE`` prints them for every config of a file of `data/family_maps.json`'s form;
+``python -m tests.support.family_maps --configs`` prints the configs, as the transformers that is installed writes them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ REQUESTS = (
 
 
 def digests(config: Mapping[str, Any]) -> dict[str, str]:
-    """Digests of the tensors, with their order and the place of each element in Megatron-core, and of the slices that engines get."""
+    """Digests of the tensors, with their order and the place of each element in Megatron-core, and of the slices that
+    engines get.
+    """
     content = json.dumps(config).encode()
     model = RegisteredModel(
         ModelName("tests", "any"), content, ModelTensors(dtypes.parse("bf16")), "0" * 32, ["config.json"]
@@ -49,7 +51,9 @@ def _slices(model: RegisteredModel, request: LayoutRequest) -> str:
 
 
 def configs() -> dict[str, dict[str, Any]]:
-    """A small config of every family and of what they may have besides: heads, biases, tied embeddings, other sizes of experts."""
+    """A small config of every family and of what they may have besides: heads, biases, tied embeddings, other sizes of
+    experts.
+    """
     from tests.service.families.test_conventions import MODELS
     from tests.support.reference import MORE_TINY_FAMILIES, TINY_FAMILIES, UNKNOWN_TO_MBRIDGE, tiny_config
 

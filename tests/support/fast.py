@@ -1,7 +1,7 @@
 """Choice of fast tests: those of files that start neither services nor ranks, and do not unpack whole stores.
 
-A file is judged by what it imports. In a fast file, a test is not fast if it is marked `process` or `slow`, is on S3, or asks for a fixture
-of a file that is not fast.
+A file is judged by what it imports. In a fast file, a test is not fast if it is marked `process` or `slow`, is on S3,
+or asks for a fixture of a file that is not fast.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ HEAVY = {
     "tests.support.vllm_environment",
     "tests.support.writer_faults",
 }
-"""Modules that start services or ranks, unpack whole stores, or make the maps of all families. A file that imports one is not fast."""
+"""Modules that start services or ranks, unpack whole stores, or make the maps of all families.
+
+A file that imports one is not fast.
+"""
 
 
 @functools.cache

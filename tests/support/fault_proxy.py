@@ -16,15 +16,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal, TypeAlias
 from urllib.parse import urlsplit
 
-Fault: TypeAlias = Literal[
-    "none", "slow", "refused", "slow-down", "reset", "lost", "lost-500", "late", "truncated"
-]
+Fault: TypeAlias = Literal["none", "slow", "refused", "slow-down", "reset", "lost", "lost-500", "late", "truncated"]
 FAULTS: tuple[Fault, ...] = (
     "slow", "refused", "slow-down", "reset", "lost", "lost-500", "late", "truncated",
 )  # fmt: skip
 """``slow``: after a pause. ``refused`` and ``slow-down``: 500 and 503, not carried out. ``reset``: not carried out, and
-the connection is cut. ``lost`` and ``lost-500``: carried out, and then the connection is cut or 500 is answered. ``late``: the
-connection is cut, and the request is carried out some time after that. ``truncated``: the response's body ends in its middle."""
+the connection is cut. ``lost`` and ``lost-500``: carried out, and then the connection is cut or 500 is answered.
+``late``: the connection is cut, and the request is carried out some time after that. ``truncated``: the response's body
+ends in its middle.
+"""
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding"}
 _ERROR = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>made up</Message></Error>"
 
@@ -137,9 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             connection.close()
 
-    def _answer(
-        self, status: int, headers: Sequence[tuple[str, str]], content: bytes, cut: int | None = None
-    ) -> None:
+    def _answer(self, status: int, headers: Sequence[tuple[str, str]], content: bytes, cut: int | None = None) -> None:
         self.send_response_only(status)
         length = str(len(content))
         for name, value in headers:

@@ -1,8 +1,9 @@
-"""A file of tests as one item of pytest-xdist: a worker imports a file when it runs it, and no file that another worker runs.
+"""A file of tests as one item of pytest-xdist: a worker imports a file when it runs it, and no file that another worker
+runs.
 
-A pytest plugin. By itself, each worker of pytest-xdist imports every file to list its tests, and xdist hands out tests. Here a worker lists
-files, xdist hands out files, and the worker reports each test of a file under its own name. Options that pick single tests
-(``file.py::test``, ``-k``, ``-m``, ``--lf``) work as always.
+A pytest plugin. By itself, each worker of pytest-xdist imports every file to list its tests, and xdist hands out tests.
+Here a worker lists files, xdist hands out files, and the worker reports each test of a file under its own name. Options
+that pick single tests (``file.py::test``, ``-k``, ``-m``, ``--lf``) work as always.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ class FileItem(pytest.Item):
 def importing() -> Iterator[None]:
     """Import tests without collecting garbage in between, and without torch's compiler.
 
-    megatron-core has small functions compiled where they are defined. What tests define is compiled where they ask for it.
-    What has been imported is left out of later garbage collections, which go through what tests make and not through all of torch.
+    megatron-core has small functions compiled where they are defined. What tests define is compiled where they ask for
+    it. What has been imported is left out of later garbage collections, which go through what tests make and not
+    through all of torch.
     """
     gc.disable()
     modules = len(sys.modules)
@@ -103,11 +105,7 @@ def pytest_configure() -> None:
 
 def _by_file(config: pytest.Config) -> bool:
     picks_tests = any(config.getoption(name, None) for name in ("keyword", "markexpr", "lf", "failedfirst"))
-    return (
-        hasattr(config, "workerinput")
-        and not picks_tests
-        and not any("::" in argument for argument in config.args)
-    )
+    return hasattr(config, "workerinput") and not picks_tests and not any("::" in argument for argument in config.args)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -132,9 +130,7 @@ def pytest_collect_file(
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run long files first, so that no worker begins one when the others have ended."""
     if items and all(isinstance(item, FileItem) for item in items):
-        items.sort(
-            key=lambda item: (-item.estimate(), item.nodeid) if isinstance(item, FileItem) else (0, "")
-        )
+        items.sort(key=lambda item: (-item.estimate(), item.nodeid) if isinstance(item, FileItem) else (0, ""))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,9 +1,10 @@
-"""Processes that have imported torch, Megatron and the service when they start: ranks, services, and programs that tests kill.
+"""Processes that have imported torch, Megatron and the service when they start: ranks, services, and programs that
+tests kill.
 
-They are forked from one server a test process, which has imported what its first user asks for and nothing later: so all
-ask for the same. gRPC is among it, which starts no thread before there is a channel or a server; these would not survive a
-fork, and the server makes none. Imports left to the forked process would cost it seconds of a core, many times what else it
-does.
+They are forked from one server a test process, which has imported what its first user asks for and nothing later: so
+all ask for the same. gRPC is among it, which starts no thread before there is a channel or a server; these would not
+survive a fork, and the server makes none. Imports left to the forked process would cost it seconds of a core, many
+times what else it does.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def run_jobs(jobs: Sequence[Job], *, timeout: float) -> list[list[Any]]:
 
 
 class ForkedPython:
-    """Python running a program, as `subprocess.Popen` does with pipes and text: the same names, as far as tests use them.
+    """Python running a program, as `subprocess.Popen` does with pipes and text: the same names, as far as tests use
+    them.
 
     Args:
         arguments: Python's: ``-m MODULE`` or ``-c CODE``, and those of the program.
@@ -65,9 +67,7 @@ class ForkedPython:
         environment: the program's; this process's own if None.
     """
 
-    def __init__(
-        self, *arguments: str, stderr: int = 2, environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, *arguments: str, stderr: int = 2, environment: Mapping[str, str] | None = None) -> None:
         self.args = arguments
         read_stdin, write_stdin = os.pipe()
         read_stdout, write_stdout = os.pipe()
@@ -150,9 +150,7 @@ def forked_python(
             process.kill()
 
 
-def _run(
-    arguments: tuple[str, ...], environment: Mapping[str, str], folder: str, ends: tuple[Connection, ...]
-) -> None:
+def _run(arguments: tuple[str, ...], environment: Mapping[str, str], folder: str, ends: tuple[Connection, ...]) -> None:
     for number, end in enumerate(ends):
         os.dup2(end.fileno(), number)
         end.close()

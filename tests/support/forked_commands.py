@@ -1,7 +1,8 @@
 """The command ``weighbridge`` for shell scripts of tests: on their PATH, and forked from what has imported everything.
 
-A script that starts Python itself pays seconds of a core for the imports of each service. The command on this PATH is a few lines that hand
-their arguments, environment and output over to the test's process, which runs them by `ForkedPython`.
+A script that starts Python itself pays seconds of a core for the imports of each service. The command on this PATH is a
+few lines that hand their arguments, environment and output over to the test's process, which runs them by
+`ForkedPython`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Stand-in engine that answers golden prompts over HTTP, in the forms of vLLM and of SGLang, with what transformers computes."""
+"""Stand-in engine that answers golden prompts over HTTP, in the forms of vLLM and of SGLang, with what transformers
+computes.
+"""
 
 from __future__ import annotations
 

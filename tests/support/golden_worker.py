@@ -10,7 +10,9 @@ from weighbridge.integrations.vllm.worker import WorkerExtension
 
 
 class FaultyWorker(WorkerExtension):
-    """Each fault is a call of its own by ``/collective_rpc``, of which the plug-in in the engine's core knows nothing."""
+    """Each fault is a call of its own by ``/collective_rpc``, of which the plug-in in the engine's core knows
+    nothing.
+    """
 
     def apply_behind_caches(self, version: str) -> dict[str, Any]:
         """An update after which no cache is emptied."""

@@ -1,4 +1,6 @@
-"""Valid requests of every kind, for a small model that is registered under two names: what fuzzed calls are made from."""
+"""Valid requests of every kind, for a small model that is registered under two names: what fuzzed calls are made
+from.
+"""
 
 from __future__ import annotations
 

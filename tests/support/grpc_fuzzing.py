@@ -1,7 +1,8 @@
 """Fuzzed gRPC calls: a seeded generator of what a faulty or hostile client may send, and what makes the calls.
 
-Half of the messages are random bytes or valid messages that were damaged on the wire; the others are well-formed, with values in their
-fields that no client should send. Streams have too few, too many and torn messages, stay open, or are left in the middle.
+Half of the messages are random bytes or valid messages that were damaged on the wire; the others are well-formed, with
+values in their fields that no client should send. Streams have too few, too many and torn messages, stay open, or are
+left in the middle.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class FuzzedCall:
         metadata: metadata of the call.
         seconds: deadline of the call.
         weights: whether it goes to the port for streams of weights.
-        half_closed: whether the client half-closes the call after its messages; otherwise it is silent until the call ends.
+        half_closed: whether the client half-closes the call after its messages; otherwise it is silent until the call
+            ends.
         most_responses: after so many the call is cancelled; None to read all.
         cancelled_after: seconds after which it is cancelled; None if it is not.
     """
@@ -97,7 +99,8 @@ class FuzzedCall:
 
 
 class Messages:
-    """A source of encoded messages: valid ones, with values that no client should send, damaged, nested too deep, and no messages at all.
+    """A source of encoded messages: valid ones, with values that no client should send, damaged, nested too deep, and
+    no messages at all.
 
     Args:
         choose: source of chance.
@@ -178,9 +181,7 @@ class Messages:
             self.change(getattr(message, each.name), depth + 1)
         elif self._random.random() < 0.15:
             message.ClearField(each.name)
-        elif (
-            each.is_repeated and each.message_type and len(getattr(message, each.name)) and not _is_map(each)
-        ):
+        elif each.is_repeated and each.message_type and len(getattr(message, each.name)) and not _is_map(each):
             items = getattr(message, each.name)
             if self._random.random() < 0.3:
                 items.add().CopyFrom(self._random.choice(items))
@@ -256,9 +257,7 @@ class Calls:
         seconds = choose.choice((0.001, 0.02, 0.05, 0.2) if waits else (0.001, 0.2, 20.0, 20.0, 20.0, 20.0))
         path = f"/{method.containing_service.full_name}/{method.name}"
         if choose.random() < 0.01:
-            path = choose.choice(
-                ("/", "//", "/x", path + "x", path + "/", "/weighbridge.v1.None/Pull", "/é/é")
-            )
+            path = choose.choice(("/", "//", "/x", path + "x", path + "/", "/weighbridge.v1.None/Pull", "/é/é"))
         return FuzzedCall(
             method=path,
             messages=tuple(self._sent(method)),
@@ -278,9 +277,7 @@ class Calls:
         elif choose.random() < 0.1:
             yield (
                 key,
-                choose.choice(
-                    ("", "x", "=", "A" * 5000, self._ticket[:-1], self._ticket[::-1], "A" * 400 + "=")
-                ),
+                choose.choice(("", "x", "=", "A" * 5000, self._ticket[:-1], self._ticket[::-1], "A" * 400 + "=")),
             )
         if choose.random() < 0.05:
             yield choose.choice(

@@ -57,7 +57,9 @@ class Nodes:
 
 
 def text_of(document: Mapping[str, Any]) -> bytes:
-    """The text of a head or a manifest of which a program has written these fields: with the digest of what comes before it."""
+    """The text of a head or a manifest of which a program has written these fields: with the digest of what comes
+    before it.
+    """
     return with_digest(json.dumps({k: value for k, value in document.items() if k != "digest"}).encode())
 
 

@@ -1,8 +1,9 @@
-"""Tensors that ranks of a trainer hold of a model, by the conventions of Megatron-core, for families that it cannot build on CPU.
+"""Tensors that ranks of a trainer hold of a model, by the conventions of Megatron-core, for families that it cannot
+build on CPU.
 
-A family is a function that gives for each tensor of the model what Megatron-core would hold without any parallelism, and how it is cut;
-`shards_of` makes one rank's sharded state dict of it, with Megatron-core's own constructor. Nothing here is computed by Weighbridge or
-mbridge: query, key and value are interleaved by hand.
+A family is a function that gives for each tensor of the model what Megatron-core would hold without any parallelism,
+and how it is cut; `shards_of` makes one rank's sharded state dict of it, with Megatron-core's own constructor. Nothing
+here is computed by Weighbridge or mbridge: query, key and value are interleaved by hand.
 """
 
 from __future__ import annotations
@@ -95,9 +96,7 @@ def gate_up(weights: Weights, prefix: str, kind: str = "weight") -> Tensor:
     return torch.cat([weights[f"{prefix}.{p}_proj.{kind}"] for p in ("gate", "up")])
 
 
-def ends(
-    weights: Weights, embedding: str, norm: str, head: str, prefix: str = "language_model."
-) -> Iterator[Held]:
+def ends(weights: Weights, embedding: str, norm: str, head: str, prefix: str = "language_model.") -> Iterator[Held]:
     """The embedding, the last norm, and the output layer, which may be the embedding."""
     name = f"{prefix}embedding.word_embeddings.weight"
     yield Held(name, weights[embedding], "rows", stage="first")

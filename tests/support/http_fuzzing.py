@@ -1,4 +1,6 @@
-"""Fuzzed HTTP requests: a seeded generator of what a faulty or hostile client may send, as the bytes of its connection: they need not be HTTP."""
+"""Fuzzed HTTP requests: a seeded generator of what a faulty or hostile client may send, as the bytes of its connection:
+they need not be HTTP.
+"""
 
 from __future__ import annotations
 

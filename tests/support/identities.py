@@ -115,9 +115,7 @@ def identity(name: str, may: Iterable[str], **proofs: Any) -> str:
     """An identity's part of a policy; ``token`` stands for the digest of one."""
     if "token" in proofs:
         proofs["tokens"] = [tokens.digest(proofs.pop("token"))]
-    lines = [
-        f"{key} = {json.dumps(value)}" for key, value in {"name": name, "may": list(may), **proofs}.items()
-    ]
+    lines = [f"{key} = {json.dumps(value)}" for key, value in {"name": name, "may": list(may), **proofs}.items()]
     return "[[identity]]\n" + "\n".join(lines) + "\n"
 
 

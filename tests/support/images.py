@@ -14,6 +14,8 @@ _NOBODY = ImageOwner()
 def acquire(
     pool: ImagePool, file_sizes: Mapping[str, int], owner: ImageOwner = _NOBODY, *, patience: float = 0.0
 ) -> Image:
-    """An image with room for these files; raises ResourceExhausted if there is none within so many seconds, or others wait for it."""
+    """An image with room for these files; raises ResourceExhausted if there is none within so many seconds, or others
+    wait for it.
+    """
     with pool.queue(file_sizes, owner) as request:
         return request.take(patience)

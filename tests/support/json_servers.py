@@ -14,9 +14,7 @@ Answer = tuple[int, Mapping[str, Any]]
 
 
 @contextmanager
-def json_server(
-    answer: Callable[[str, dict[str, Any]], Answer], *, key: Callable[[], str] = str
-) -> Iterator[str]:
+def json_server(answer: Callable[[str, dict[str, Any]], Answer], *, key: Callable[[], str] = str) -> Iterator[str]:
     """The URL of a server that answers until the end.
 
     Args:
@@ -28,9 +26,7 @@ def json_server(
         def do_GET(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
             known = not key() or self.headers.get("Authorization") == f"Bearer {key()}"
-            status, content = (
-                answer(self.path, body) if known else (401, {"error": {"message": "Unauthorized"}})
-            )
+            status, content = answer(self.path, body) if known else (401, {"error": {"message": "Unauthorized"}})
             said = json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")

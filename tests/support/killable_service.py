@@ -24,7 +24,9 @@ def serve(
     file_bytes: int | None,
     credentials: dict[str, str],
 ) -> None:
-    """Serve until killed, or until the process that started this one ends; with ``file_bytes``, versions are cut into files of that size."""
+    """Serve until killed, or until the process that started this one ends; with ``file_bytes``, versions are cut into
+    files of that size.
+    """
     # the process that this one is forked from may be older than they are
     os.environ.update(credentials)
     from weighbridge._formats.safetensors_files import lay_out_files
@@ -44,9 +46,7 @@ def serve(
     listener = GrpcListener(f"127.0.0.1:{port}", 4096, config.bulk_port)
     service = Weighbridge(config, listener.port)
     lane = LaneServer(service, config.local_socket, 1024)
-    server = GrpcServer(
-        listener, service, lane, more=[engine_service(service.engines)], heard=service.engines.heard
-    )
+    server = GrpcServer(listener, service, lane, more=[engine_service(service.engines)], heard=service.engines.heard)
     server.start()
     parent = multiprocessing.parent_process()
     assert parent is not None

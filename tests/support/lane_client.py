@@ -1,7 +1,7 @@
 """A process of its own that uses the local lane as a test says, and can be killed while it does.
 
-``python -m tests.support.lane_client SERVER write|keep|leave|read|hold MODEL NUMBER [RANK]``: borrows, prints one line, and waits for a line on standard
-input. What it does then is in `_write` and `_read`.
+``python -m tests.support.lane_client SERVER write|keep|leave|read|hold MODEL NUMBER [RANK]``: borrows, prints one line,
+and waits for a line on standard input. What it does then is in `_write` and `_read`.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def main(server: str, what: str, model: str, number: str, rank: str = "0") -> No
 
 
 def _write(connection: LaneConnection, what: str, begin: pb.BeginWrite) -> None:
-    """Fill borrowed memory with garbage. ``keep``: say that nothing was written and the memory stays mapped, and hear no recall.
-    ``leave``: end the connection in the middle of writing, and write once more. ``write``: say that the loan is complete and nothing is mapped
-    any more, without letting go of it, and write once more."""
+    """Fill borrowed memory with garbage. ``keep``: say that nothing was written and the memory stays mapped, and hear
+    no recall. ``leave``: end the connection in the middle of writing, and write once more. ``write``: say that the loan
+    is complete and nothing is mapped any more, without letting go of it, and write once more."""
     answer, [descriptor] = connection.ask(pb.LaneRequest(begin_write=begin))
     loan, memory = answer.write.loan, mmap.mmap(descriptor, answer.write.memory.bytes)
     os.close(descriptor)
@@ -83,7 +83,10 @@ def _write(connection: LaneConnection, what: str, begin: pb.BeginWrite) -> None:
 
 
 def _read(connection: LaneConnection, what: str, begin: pb.BeginRead) -> None:
-    """Borrow a version. ``read``: print whether the memory is still what it was. ``hold``: the same, after ending the connection."""
+    """Borrow a version. ``read``: print whether the memory is still what it was.
+
+    ``hold``: the same, after ending the connection.
+    """
     begin.layout.full.SetInParent()
     _, descriptors = connection.ask(pb.LaneRequest(begin_read=begin))
     views = [mmap.mmap(each, 0, prot=mmap.PROT_READ) for each in descriptors]

@@ -1,4 +1,5 @@
-"""Models that only transformers 5 knows, of parts of transformers 4: what they compute, and their weights by their official names.
+"""Models that only transformers 5 knows, of parts of transformers 4: what they compute, and their weights by their
+official names.
 
 `tests/service/families/test_maps.py` compares the names and shapes with transformers' own models where it has them.
 """
@@ -49,7 +50,9 @@ class _NoSharedExperts(torch.nn.Module):
 
 
 class MinimaxM2(Glm4MoeForCausalLM):  # type: ignore[misc]
-    """MiniMax-M2: GLM-4.5's routing and partial rotation, without shared experts, and with norms over all heads together."""
+    """MiniMax-M2: GLM-4.5's routing and partial rotation, without shared experts, and with norms over all heads
+    together.
+    """
 
     def __init__(self, config: MinimaxM2Config) -> None:
         fields = config.to_dict()
@@ -81,7 +84,9 @@ class MinimaxM2(Glm4MoeForCausalLM):  # type: ignore[misc]
 
 
 class _SparseLayer(DeepseekV3DecoderLayer):  # type: ignore[misc]
-    """A layer with an indexer, which computes nothing: its attention is to all tokens, as where there are fewer than `index_topk`."""
+    """A layer with an indexer, which computes nothing: its attention is to all tokens, as where there are fewer than
+    `index_topk`.
+    """
 
     def __init__(self, config: DeepseekV32Config, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -113,16 +118,16 @@ class NemotronHConfig(PretrainedConfig):  # type: ignore[misc]
 
 
 class NemotronH(torch.nn.Module):
-    """The weights of Nemotron-H by their names in files, of which nothing is computed: of a state space model, experts, attention, an MLP."""
+    """The weights of Nemotron-H by their names in files, of which nothing is computed: of a state space model, experts,
+    attention, an MLP.
+    """
 
     def __init__(self, config: NemotronHConfig) -> None:
         super().__init__()
         self.config = config
         hidden, heads = config.hidden_size, config.mamba_num_heads
         inner, states = heads * config.mamba_head_dim, config.n_groups * config.ssm_state_size
-        queries, keys = (
-            n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads)
-        )
+        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         shapes: dict[str, tuple[int, ...]] = {
             "embeddings.weight": (config.vocab_size, hidden),
             "layers.0.mixer.A_log": (heads,),
@@ -147,10 +152,7 @@ class NemotronH(torch.nn.Module):
             read = config.moe_latent_size
             shapes["layers.1.mixer.fc1_latent_proj.weight"] = (read, hidden)
             shapes["layers.1.mixer.fc2_latent_proj.weight"] = (hidden, read)
-        mlps = {
-            f"1.mixer.experts.{n}": (read, config.moe_intermediate_size)
-            for n in range(config.n_routed_experts)
-        }
+        mlps = {f"1.mixer.experts.{n}": (read, config.moe_intermediate_size) for n in range(config.n_routed_experts)}
         mlps["1.mixer.shared_experts"] = hidden, config.moe_shared_expert_intermediate_size
         mlps["3.mixer"] = hidden, config.intermediate_size
         for name, (outer, inside) in mlps.items():

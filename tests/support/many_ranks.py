@@ -1,9 +1,11 @@
-"""Ranks of one push, many in each process: each is a task of an event loop, and declares, pushes and seals as a trainer's rank does.
+"""Ranks of one push, many in each process: each is a task of an event loop, and declares, pushes and seals as a
+trainer's rank does.
 
     python -m tests.support.many_ranks ADDRESS MODEL RANKS FIRST LAST STEP
 
-plays the ranks from FIRST up to LAST of a push of RANKS ranks. Each holds some rows of one tensor of ones, and the first one all
-other tensors; names and shapes come as JSON by stdin. It says that it is there, and begins when it gets another line.
+plays the ranks from FIRST up to LAST of a push of RANKS ranks. Each holds some rows of one tensor of ones, and the
+first one all other tensors; names and shapes come as JSON by stdin. It says that it is there, and begins when it gets
+another line.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ TENSOR = "model.embed_tokens.weight"
 SECONDS = 120.0
 
 
-async def play(
-    stub: Any, model: str, shapes: dict[str, tuple[int, ...]], rank: int, ranks: int, step: int
-) -> int:
-    """Push as one rank; returns the version's number. Rows of the embedding are spread over all ranks, the first one has the rest."""
+async def play(stub: Any, model: str, shapes: dict[str, tuple[int, ...]], rank: int, ranks: int, step: int) -> int:
+    """Push as one rank; returns the version's number.
+
+    Rows of the embedding are spread over all ranks, the first one has the rest.
+    """
     client_id = f"client-{rank}"
     opening = pb.OpenVersionRequest(
         model=model, step=step, run="r", ranks=ranks, request_id=f"r/{step}", client_id=client_id
@@ -46,9 +49,7 @@ async def play(
                 specs.append(TensorSpec(name, dtypes.parse("fp32"), shape))
                 shards.append(Shard(name, Box.whole(shape)))
     layout = Layout.stream(specs, shards)
-    request = pb.DeclareLayoutRequest(
-        model=model, number=number, rank=rank, client_id=client_id, digest=layout.digest
-    )
+    request = pb.DeclareLayoutRequest(model=model, number=number, rank=rank, client_id=client_id, digest=layout.digest)
     while True:
         answer = await stub.DeclareLayout(iter([request]), timeout=SECONDS)
         if answer.layout_needed:
@@ -66,9 +67,7 @@ async def play(
         yield pb.PushRequest(offset=0, data=data, checksum=rpc.checksum(data))
 
     await stub.Push(messages(), timeout=SECONDS)
-    await stub.SealRank(
-        pb.SealRankRequest(model=model, number=number, rank=rank, client_id=client_id), timeout=SECONDS
-    )
+    await stub.SealRank(pb.SealRankRequest(model=model, number=number, rank=rank, client_id=client_id), timeout=SECONDS)
     return int(number)
 
 
@@ -81,9 +80,7 @@ async def main() -> None:
     sys.stdin.readline()
     async with grpc.aio.insecure_channel(address, options=rpc.CHANNEL_OPTIONS) as channel:
         stub = checkpoint_service_pb2_grpc.CheckpointServiceStub(channel)
-        numbers = await asyncio.gather(
-            *(play(stub, model, shapes, rank, ranks, step) for rank in range(first, last))
-        )
+        numbers = await asyncio.gather(*(play(stub, model, shapes, rank, ranks, step) for rank in range(first, last)))
     assert len(set(numbers)) == 1
     print(numbers[0])
 

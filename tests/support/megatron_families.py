@@ -62,7 +62,10 @@ def _same(hidden: Tensor) -> Tensor:
 
 
 def _window(queries: int, keys: int, window: tuple[int, int]) -> Tensor:
-    """Mask of the keys that a token must not attend to, bool `[queries, keys]`. Megatron's own function makes it on CUDA."""
+    """Mask of the keys that a token must not attend to, bool `[queries, keys]`.
+
+    Megatron's own function makes it on CUDA.
+    """
     behind = torch.arange(queries)[:, None] + (keys - queries) - torch.arange(keys)
     return (behind > window[0]) | (-behind > window[1])
 
@@ -90,7 +93,9 @@ class _LatentAttention(DotProductAttention):
 
 
 class _NormOfAllHeads(torch.nn.Module):
-    """A norm over the heads of all ranks together, of `[tokens, batch, heads of the rank, size of a head]`, which cuts its weights."""
+    """A norm over the heads of all ranks together, of `[tokens, batch, heads of the rank, size of a head]`, which cuts
+    its weights.
+    """
 
     def __init__(self, heads: int, size: int, config: TransformerConfig, eps: float) -> None:
         super().__init__()
@@ -103,9 +108,7 @@ class _NormOfAllHeads(torch.nn.Module):
         dist.all_reduce(squares, group=parallel_state.get_tensor_model_parallel_group())
         return (flat * torch.rsqrt(squares / self.size + self.eps) * self.weight).view_as(hidden)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         state = self.state_dict(prefix="", keep_vars=True)
         groups = {
             "tp_group": parallel_state.get_tensor_model_parallel_group(),
@@ -145,8 +148,9 @@ def _l2norm(hidden: Tensor) -> Tensor:
 def _with_delta_nets(block: Any, layers: Sequence[bool]) -> None:
     """Put gated delta nets in the place of attention in some layers, and norms around one everywhere.
 
-    Megatron's own spec of these layers wants Transformer Engine for its linear layers and norms; flash-linear-attention, which it imports,
-    and the memory of its parameters are for CUDA. Megatron has the same computation in torch, for runs that are to be deterministic.
+    Megatron's own spec of these layers wants Transformer Engine for its linear layers and norms;
+    flash-linear-attention, which it imports, and the memory of its parameters are for CUDA. Megatron has the same
+    computation in torch, for runs that are to be deterministic.
     """
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     gated_delta_net.HAVE_FLA = True
@@ -154,15 +158,11 @@ def _with_delta_nets(block: Any, layers: Sequence[bool]) -> None:
     gated_delta_net.chunk_gated_delta_rule = gated_delta_net.torch_chunk_gated_delta_rule
     gated_delta_net.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
     block.layer_norm = NormAroundOne
-    block.layer_specs = [
-        copy.deepcopy(spec) for spec in block.layer_specs
-    ]  # layers that are alike share theirs
+    block.layer_specs = [copy.deepcopy(spec) for spec in block.layer_specs]  # layers that are alike share theirs
     for spec, is_linear in zip(block.layer_specs, layers, strict=True):
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = NormAroundOne
         if is_linear:
-            parts = gated_delta_net.GatedDeltaNetSubmodules(
-                ColumnParallelLinear, NormAroundOne, RowParallelLinear
-            )
+            parts = gated_delta_net.GatedDeltaNetSubmodules(ColumnParallelLinear, NormAroundOne, RowParallelLinear)
             spec.submodules.self_attention = ModuleSpec(gated_delta_net.GatedDeltaNet, submodules=parts)
             keys = spec.submodules.sharded_state_dict_keys_map
             spec.submodules.sharded_state_dict_keys_map = {**keys, "input_layernorm.": _DELTA_NET_NORM}
@@ -244,9 +244,7 @@ def build_family_model(
     }
     config_class = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     config = config_class(**fields)
-    block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
-    )
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
     mtp = None
     if config.mtp_num_layers is not None:
         # A stage without a decoder layer of its own takes the kind of layer from a model of one stage.
@@ -336,8 +334,7 @@ def _attention_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
     qkv_bias = {"qwen2": True, "mimo": True, "qwen2_moe": getattr(hf_config, "qkv_bias", True)}
     return {
         "num_query_groups": hf_config.num_key_value_heads,
-        "kv_channels": getattr(hf_config, "head_dim", None)
-        or hf_config.hidden_size // hf_config.num_attention_heads,
+        "kv_channels": getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads,
         "qk_layernorm": family in ("qwen3", "qwen3_moe", "minimax_m2", "qwen3_next")
         or bool(getattr(hf_config, "use_qk_norm", False)),
         "add_bias_linear": False,
@@ -439,8 +436,7 @@ def _expert_fields(hf_config: PretrainedConfig, parallel: Parallel) -> dict[str,
         case "qwen2_moe" | "qwen3_moe" | "qwen3_next":
             layers = range(hf_config.num_hidden_layers)
             moe_layers = [
-                int(i not in hf_config.mlp_only_layers and (i + 1) % hf_config.decoder_sparse_step == 0)
-                for i in layers
+                int(i not in hf_config.mlp_only_layers and (i + 1) % hf_config.decoder_sparse_step == 0) for i in layers
             ]
             shared = getattr(hf_config, "shared_expert_intermediate_size", None)
             return {
@@ -490,8 +486,7 @@ def _expert_fields(hf_config: PretrainedConfig, parallel: Parallel) -> dict[str,
                 "num_moe_experts": hf_config.n_routed_experts,
                 "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
                 "moe_layer_freq": [0] * dense + [1] * (hf_config.num_hidden_layers - dense),
-                "moe_shared_expert_intermediate_size": hf_config.moe_intermediate_size
-                * hf_config.n_shared_experts,
+                "moe_shared_expert_intermediate_size": hf_config.moe_intermediate_size * hf_config.n_shared_experts,
                 "moe_router_score_function": "sigmoid",
                 "moe_router_enable_expert_bias": True,
                 "moe_router_dtype": "fp32",
@@ -578,14 +573,10 @@ def family_logits(chunks: Sequence[GPTModel], input_ids: Tensor, parallel: Paral
 
         hook = model.decoder.register_forward_hook(keep, with_kwargs=True)
         with _without_mtp(model):
-            output = model(
-                input_ids, positions, mask, runtime_gather_output=True if model.post_process else None
-            )
+            output = model(input_ids, positions, mask, runtime_gather_output=True if model.post_process else None)
         hook.remove()
         if not model.post_process:
-            dist.send(
-                output.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank(), group=group
-            )
+            dist.send(output.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank(), group=group)
             continue
         outputs = [output]
         if model.mtp_process:

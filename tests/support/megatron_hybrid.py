@@ -1,7 +1,10 @@
-"""Shards of megatron-core's hybrid model. Its modules are the real ones; kernels of state space models run on CUDA alone.
+"""Shards of megatron-core's hybrid model.
 
-What is stubbed computes: Triton's kernels, which megatron-core imports, and the gated norm that it takes from mamba-ssm, of which only the
-weights count here. So such a model is built, and says what its shards are, but does not run.
+Its modules are the real ones; kernels of state space models run on CUDA alone.
+
+What is stubbed computes: Triton's kernels, which megatron-core imports, and the gated norm that it takes from
+mamba-ssm, of which only the weights count here. So such a model is built, and says what its shards are, but does not
+run.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ _TRITON = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
 
 
 class _GatedNorm(torch.nn.Module):
-    """mamba-ssm's norm, which has a weight for each element of the rank's heads; megatron-core derives from it, and cuts it."""
+    """mamba-ssm's norm, which has a weight for each element of the rank's heads; megatron-core derives from it, and
+    cuts it.
+    """
 
     def __init__(self, size: int, **_: Any) -> None:
         super().__init__()
@@ -48,7 +53,8 @@ def _stub_kernels() -> None:
 
 
 def build_hybrid_model(fields: dict[str, Any], parallel: Parallel) -> Any:
-    """This rank's stage of a model of Nemotron-H's kind in float32, whose norms have the keys that Transformer Engine's layers give them.
+    """This rank's stage of a model of Nemotron-H's kind in float32, whose norms have the keys that Transformer Engine's
+    layers give them.
 
     Args:
         fields: fields of a config of transformers, by their published names.
@@ -130,9 +136,7 @@ def _stack(experts: int) -> Any:
             linear_proj=RowParallelLinear,
         ),
     )
-    mlp = ModuleSpec(
-        MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    )
+    mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     moe = get_moe_module_spec(use_te=False, num_experts=experts, moe_grouped_gemm=False)
     return ModuleSpec(
         MambaStack,

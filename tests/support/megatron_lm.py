@@ -1,7 +1,8 @@
 """Megatron-LM's own saving and loading of checkpoints, from a checkout: its ``megatron.training`` is in no package.
 
-WEIGHBRIDGE_MEGATRON_LM names the checkout, of the release of Megatron-core that is installed. Without a GPU, besides what
-`megatron_training` replaces, a module of CUDA kernels stands empty, and the generator of the GPU is that of the CPU.
+WEIGHBRIDGE_MEGATRON_LM names the checkout, of the release of Megatron-core that is installed. Without a GPU, besides
+what `megatron_training` replaces, a module of CUDA kernels stands empty, and the generator of the GPU is that of the
+CPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Training loops of Megatron ranks that are killed and go on from a training state, on CPU or on GPUs: what is compared is the same.
+"""Training loops of Megatron ranks that are killed and go on from a training state, on CPU or on GPUs: what is compared
+is the same.
 
-Ranks train real models by Megatron's own optimizers and scheduler. They push in the middle of a run, which goes on: its later losses are the
-independent answer to those of ranks that restore. What all ranks together have is compared with what Megatron itself would save.
+Ranks train real models by Megatron's own optimizers and scheduler. They push in the middle of a run, which goes on: its
+later losses are the independent answer to those of ranks that restore. What all ranks together have is compared with
+what Megatron itself would save.
 """
 
 from __future__ import annotations
@@ -156,9 +158,7 @@ def _resumed(rank: int, address: str, case: Case, number: int) -> Seen:
     return _after(loop, number, loop.training.own_state())
 
 
-def _elsewhere(
-    rank: int, address: str, case: Case, parallel: Parallel, number: int, run: str
-) -> tuple[Any, int]:
+def _elsewhere(rank: int, address: str, case: Case, parallel: Parallel, number: int, run: str) -> tuple[Any, int]:
     del rank
     loop = case.loop(parallel, seed=2)
     with TrainerClient(address, run=run, lane=case.lane) as trainer:
@@ -219,7 +219,10 @@ def register(trainer: TrainerClient, case: Case, folder: Path) -> None:
 def check_that_it_goes_on_after_kills(
     run_ranks: Launcher, address: str, folder: Path, case: Case, others: Sequence[Parallel]
 ) -> None:
-    """Push on all ranks, and kill them. As many new ranks go on bit for bit. Ranks of other parallelisms, one after the other, restore every tensor."""
+    """Push on all ranks, and kill them. As many new ranks go on bit for bit.
+
+    Ranks of other parallelisms, one after the other, restore every tensor.
+    """
     with pytest.raises(RankError):
         run_ranks(case.parallel, _killed, address, case, str(folder), timeout=300)
     expected = _seen(folder, case)
@@ -236,10 +239,11 @@ def check_that_it_goes_on_after_kills(
         number = there[0][1]
 
 
-def check_that_a_manager_brings_back_the_last(
-    run_ranks: Launcher, address: str, folder: Path, case: Case
-) -> None:
-    """Save every step on all ranks while training goes on, and kill them. As many new ranks find the newest state, and go on bit for bit."""
+def check_that_a_manager_brings_back_the_last(run_ranks: Launcher, address: str, folder: Path, case: Case) -> None:
+    """Save every step on all ranks while training goes on, and kill them.
+
+    As many new ranks find the newest state, and go on bit for bit.
+    """
     with pytest.raises(RankError):
         run_ranks(case.parallel, _managed, address, case, str(folder), timeout=300)
     expected = _seen(folder, case)

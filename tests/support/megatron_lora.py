@@ -1,7 +1,8 @@
 """LoRA on Megatron-core models in tests, with the modules, names and shards that Megatron-Bridge gives it.
 
-Megatron-Bridge itself imports Transformer Engine. What matters here are its shards: both matrices cut by tensor parallelism, `linear_in` along the rank, or along
-its columns where the layer's own input is cut; the rows of gate and up in turns beside every ``linear_fc1``; experts' replica numbers counted apart.
+Megatron-Bridge itself imports Transformer Engine. What matters here are its shards: both matrices cut by tensor
+parallelism, `linear_in` along the rank, or along its columns where the layer's own input is cut; the rows of gate and
+up in turns beside every ``linear_fc1``; experts' replica numbers counted apart.
 """
 
 from __future__ import annotations
@@ -55,9 +56,7 @@ class ParallelLinearAdapter(torch.nn.Module):
             "is_expert": is_expert,
         }
         if input_is_parallel:
-            self.linear_in = RowParallelLinear(
-                inputs, dim, input_is_parallel=True, skip_bias_add=True, **options
-            )
+            self.linear_in = RowParallelLinear(inputs, dim, input_is_parallel=True, skip_bias_add=True, **options)
         else:
             self.linear_in = ColumnParallelLinear(inputs, dim, gather_output=True, **options)
         self.linear_out = ColumnParallelLinear(dim, outputs, gather_output=input_is_parallel, **options)
@@ -67,9 +66,7 @@ class ParallelLinearAdapter(torch.nn.Module):
         out, _ = self.linear_out(within)
         return out * (self.alpha / self.dim)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         first = self.linear_in.sharded_state_dict(f"{prefix}linear_in.", sharded_offsets, metadata)
         second = self.linear_out.sharded_state_dict(f"{prefix}linear_out.", sharded_offsets, metadata)
         if self.is_expert:
@@ -86,9 +83,7 @@ class ParallelLinearAdapter(torch.nn.Module):
 class Adapters(torch.nn.ModuleDict):
     """Adapters of layers that are fused, by names."""
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, adapter in self.items():
             found |= adapter.sharded_state_dict(f"{prefix}{key}.", sharded_offsets, metadata)
@@ -120,9 +115,7 @@ class LoRALinear(torch.nn.Module):
         heads = [each.unflatten(-1, (groups, -1)) for each in (query, key, value)]
         return torch.cat(heads, dim=-1).flatten(-2)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         return {
             **self.to_wrap.sharded_state_dict(prefix, sharded_offsets, metadata),
             **self.adapter.sharded_state_dict(f"{prefix}adapter.", sharded_offsets, metadata),
@@ -174,9 +167,7 @@ def _layers(model: Any, targets: Collection[str]) -> Iterator[tuple[str, int, in
     """Path, number of the layer, global number of the expert, parent and name of each linear layer."""
     each = getattr(model.config, "num_moe_experts", None) or 0
     first = (
-        each
-        // parallel_state.get_expert_model_parallel_world_size()
-        * parallel_state.get_expert_model_parallel_rank()
+        each // parallel_state.get_expert_model_parallel_world_size() * parallel_state.get_expert_model_parallel_rank()
     )
     for layer_path, layer in model.named_modules():
         if not layer_path.startswith("decoder.layers.") or layer_path.count(".") != 2:

@@ -1,4 +1,6 @@
-"""Small Megatron jobs in tests: the demo's launcher, whose server of processes has here imported what tests need besides."""
+"""Small Megatron jobs in tests: the demo's launcher, whose server of processes has here imported what tests need
+besides.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Real Megatron-core training on torch's default device, without a GPU as well: its data parallelism, its optimizers, its way of making gradients whole.
+"""Real Megatron-core training on torch's default device, without a GPU as well: its data parallelism, its optimizers,
+its way of making gradients whole.
 
-Without a GPU, beyond what the demo replaces, optimizers insist on CUDA by two names: ``torch.tensor`` and ``torch.zeros`` are called
-with ``device="cuda"``, and ``Tensor.type()`` is compared with the types of CUDA tensors.
+Without a GPU, beyond what the demo replaces, optimizers insist on CUDA by two names: ``torch.tensor`` and
+``torch.zeros`` are called with ``device="cuda"``, and ``Tensor.type()`` is compared with the types of CUDA tensors.
 """
 
 from __future__ import annotations
@@ -38,15 +39,19 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def patch_optimizers_for_cpu() -> None:
-    """Replace the names through which Megatron's optimizers insist on CUDA, for the rest of the process; again, it changes nothing."""
+    """Replace the names through which Megatron's optimizers insist on CUDA, for the rest of the process; again, it
+    changes nothing.
+    """
     torch.Tensor.type = _type_on_cuda  # type: ignore[assignment, method-assign]
     torch.tensor, torch.zeros = _on_cpu(_TENSOR), _on_cpu(_ZEROS)  # type: ignore[assignment]
 
 
 def _count_steps_by_torch(optimizer: Any) -> None:
-    """Let a distributed optimizer that torch's Adam is in load a checkpoint: Megatron does so by Transformer Engine's or Apex's alone.
+    """Let a distributed optimizer that torch's Adam is in load a checkpoint: Megatron does so by Transformer Engine's
+    or Apex's alone.
 
-    Theirs count steps in groups of parameters; torch's do in the state of each, where Megatron looks for them in the checkpoint, too.
+    Theirs count steps in groups of parameters; torch's do in the state of each, where Megatron looks for them in the
+    checkpoint, too.
     """
     set_states, get_states = (
         optimizer._set_main_param_and_optimizer_states,
@@ -60,7 +65,9 @@ def _count_steps_by_torch(optimizer: Any) -> None:
 
 
 def let_it_write() -> None:
-    """Let Megatron write checkpoints here: its writers are processes that report to a server process; ranks are daemons, which may start none."""
+    """Let Megatron write checkpoints here: its writers are processes that report to a server process; ranks are
+    daemons, which may start none.
+    """
     import multiprocessing
     import queue
 
@@ -71,7 +78,9 @@ def let_it_write() -> None:
 
 
 def _take_steps_of_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Let torch's Adam take the steps that Megatron has loaded to where Transformer Engine's and Apex's count them: each parameter by a tensor of its own."""
+    """Let torch's Adam take the steps that Megatron has loaded to where Transformer Engine's and Apex's count them:
+    each parameter by a tensor of its own.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
@@ -143,12 +152,8 @@ class TrainingRank:
         self.optimizer.zero_grad()
         generator = torch.Generator("cpu").manual_seed(number)
         tokens = torch.randint(self._vocabulary, (8, 9), generator=generator, device="cpu")
-        mine = tokens.to(torch.get_default_device()).chunk(self.parallel.dp)[
-            parallel_state.get_data_parallel_rank()
-        ]
-        loss = forward_backward(
-            self.stage, mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), self.parallel
-        )
+        mine = tokens.to(torch.get_default_device()).chunk(self.parallel.dp)[parallel_state.get_data_parallel_rank()]
+        loss = forward_backward(self.stage, mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), self.parallel)
         finalize_model_grads([self.model])
         self.optimizer.step()
         return None if loss is None else mean_loss(loss, self.parallel)
@@ -163,7 +168,9 @@ class TrainingRank:
         self.optimizer.step()
 
     def own_state(self, metadata: Mapping[str, Any] | None = None) -> dict[str, list[Piece]]:
-        """Pieces that Megatron's own sharded state dicts of model and optimizer would write to a checkpoint, by the names of whole tensors."""
+        """Pieces that Megatron's own sharded state dicts of model and optimizer would write to a checkpoint, by the
+        names of whole tensors.
+        """
         weights = self.sharded_state_dict(metadata)
         return pieces(
             {
@@ -173,7 +180,10 @@ class TrainingRank:
         )
 
     def save(self, folder: Path, common: Mapping[str, Any], **options: Any) -> Any:
-        """Save model and optimizer to an existing folder as Megatron-LM does with ``--ckpt-format torch_dist``. Returns the result of ``dist_checkpointing.save``."""
+        """Save model and optimizer to an existing folder as Megatron-LM does with ``--ckpt-format torch_dist``.
+
+        Returns the result of ``dist_checkpointing.save``.
+        """
         from megatron.core import dist_checkpointing
 
         let_it_write()
@@ -187,9 +197,7 @@ class TrainingRank:
         """Let Megatron load a checkpoint into the optimizer meanwhile, which is torch's Adam."""
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-        distributed = [
-            each for each in self.optimizer.chained_optimizers if isinstance(each, DistributedOptimizer)
-        ]
+        distributed = [each for each in self.optimizer.chained_optimizers if isinstance(each, DistributedOptimizer)]
         for each in distributed:
             _count_steps_by_torch(each)
         if distributed:  # they ask a state that is there for its step count
@@ -206,9 +214,7 @@ class TrainingRank:
             sharding = dist_checkpointing.load_content_metadata(str(folder))
             weights = self.sharded_state_dict(sharding)
             optimizer = self.optimizer.sharded_state_dict(weights, is_loading=True, metadata=sharding)
-            loaded: dict[str, Any] = dist_checkpointing.load(
-                {"model": weights, "optimizer": optimizer}, str(folder)
-            )
+            loaded: dict[str, Any] = dist_checkpointing.load({"model": weights, "optimizer": optimizer}, str(folder))
             self.model.load_state_dict(loaded.pop("model"))
             self.optimizer.load_state_dict(loaded.pop("optimizer"))
         return loaded
@@ -223,7 +229,10 @@ class Piece(NamedTuple):
 
 
 def pieces(state: dict[str, Any]) -> dict[str, list[Piece]]:
-    """Pieces that a rank would write of Megatron's sharded state dict, by the names of whole tensors. Applies the state dict's factories."""
+    """Pieces that a rank would write of Megatron's sharded state dict, by the names of whole tensors.
+
+    Applies the state dict's factories.
+    """
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica

@@ -1,6 +1,8 @@
-"""Engine of two ranks, its agent and its trainer, each a process that stops at phases of an update, says so, and can be killed there.
+"""Engine of two ranks, its agent and its trainer, each a process that stops at phases of an update, says so, and can be
+killed there.
 
-A process that comes to a phase sends its name by its pipe and waits for an answer; `Cast` answers at once, unless a test has asked it to hold that phase.
+A process that comes to a phase sends its name by its pipe and waits for an answer; `Cast` answers at once, unless a
+test has asked it to hold that phase.
 """
 
 from __future__ import annotations
@@ -135,9 +137,7 @@ class Cast:
         """Wait for something that a process brings about by what it says."""
         with self._changed:
             self._changed.wait_for(lambda: self._lost or condition(), WAIT_SECONDS)
-            assert condition(), (
-                f"{problem}; said last: {self.said[-8:]}; waiting: {self._stopped}; ended: {self._lost}"
-            )
+            assert condition(), f"{problem}; said last: {self.said[-8:]}; waiting: {self._stopped}; ended: {self._lost}"
 
     def kill(self, *names: str) -> None:
         """End processes as ``kill -9`` does."""
@@ -260,9 +260,7 @@ class Server:
     def _do(self, what: str, *arguments: Any) -> Any:
         """As workers do: the status, and what has failed."""
         if what == "look":
-            parameters = {
-                name: p.detach().numpy().copy() for name, p in self._rank.engine.model.named_parameters()
-            }
+            parameters = {name: p.detach().numpy().copy() for name, p in self._rank.engine.model.named_parameters()}
             return self._rank.status(), parameters, self.paused
         failed = ""
         try:
@@ -278,10 +276,10 @@ class Server:
         return self._rank.status(), failed
 
 
-def run_rank(
-    told: Told, number: int, folder: Path, group: str, address: str, config: Any, version: int
-) -> None:
-    """A rank of the engine, which comes to the phases ``early``, ``stage``, ``ready``, ``agree``, ``apply`` and ``applied``."""
+def run_rank(told: Told, number: int, folder: Path, group: str, address: str, config: Any, version: int) -> None:
+    """A rank of the engine, which comes to the phases ``early``, ``stage``, ``ready``, ``agree``, ``apply`` and
+    ``applied``.
+    """
     told.begin()
     os.environ[CACHE_VARIABLE] = str(folder / "cache")
     socket = _socket(folder, number)
@@ -351,9 +349,7 @@ class Driver:
         return serving_of(self._ask("status"), MODEL)
 
     def prepare(self, version: int) -> Prepared:
-        return wait_prepared(
-            self._ask("prepare", version), partial(self._ask, "status"), MODEL, version, WAIT_SECONDS
-        )
+        return wait_prepared(self._ask("prepare", version), partial(self._ask, "status"), MODEL, version, WAIT_SECONDS)
 
     def prepare_early(self, version: int) -> None:
         self._ask("prepare_early", version)

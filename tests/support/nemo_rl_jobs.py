@@ -1,7 +1,7 @@
 """Jobs of NeMo-RL in an environment of its own; tests that need it run there, or say why not.
 
-NeMo-RL is in no package registry. WEIGHBRIDGE_NEMO_RL names a checkout of it; then ``make test-frameworks`` makes the environment, and names its Python in
-WEIGHBRIDGE_NEMO_RL_PYTHON.
+NeMo-RL is in no package registry. WEIGHBRIDGE_NEMO_RL names a checkout of it; then ``make test-frameworks`` makes the
+environment, and names its Python in WEIGHBRIDGE_NEMO_RL_PYTHON.
 """
 
 from __future__ import annotations
@@ -38,11 +38,7 @@ def nemo_rl_job(folder: Path) -> Iterator[Job]:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    mine = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("HF_", "NRL_", "RAY_", "VLLM_"))
-    }
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "NRL_", "RAY_", "VLLM_"))}
     return mine | {
         "PYTHONPATH": os.pathsep.join(map(str, (HERE, FRAMEWORKS / "loggers", ROOT, SOURCE))),
         "HOME": folder,

@@ -6,7 +6,8 @@ import os
 import random
 import socket
 
-# Below what Linux hands out by itself (ip_local_port_range, from 32768), so that no connection of another test takes one meanwhile.
+# Below what Linux hands out by itself (ip_local_port_range, from 32768), so that no connection of another test takes
+# one meanwhile.
 _PORTS = range(16384, 32768)
 
 # Sockets whose names no other process can bind while this one lives: one for each port that it has taken.
@@ -34,7 +35,9 @@ def reserved_port() -> int:
 
 
 def own_network() -> str:
-    """The first three numbers of loopback addresses at which no other process of this machine listens: fixed ports are free there. Linux."""
+    """The first three numbers of loopback addresses at which no other process of this machine listens: fixed ports are
+    free there. Linux.
+    """
     high, low = divmod(os.getpid() % 65_000 + 256, 256)
     return f"127.{high}.{low}"
 

@@ -1,4 +1,6 @@
-"""Prometheus' own checker, `promtool`: of Debian's package `prometheus`, or the one that ``WEIGHBRIDGE_PROMTOOL`` names."""
+"""Prometheus' own checker, `promtool`: of Debian's package `prometheus`, or the one that ``WEIGHBRIDGE_PROMTOOL``
+names.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ import pytest
 
 
 def promtool(*arguments: str, text: bytes | None = None) -> str:
-    """Run promtool and return its output. Skips the test where it is not installed, and fails the test if promtool does."""
+    """Run promtool and return its output.
+
+    Skips the test where it is not installed, and fails the test if promtool does.
+    """
     tool = os.environ.get("WEIGHBRIDGE_PROMTOOL") or shutil.which("promtool")
     if tool is None:
         pytest.skip("there is no promtool")

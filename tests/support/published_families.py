@@ -1,7 +1,7 @@
 """Families whose models exist in Megatron-Bridge alone: what ranks hold of them, by its published conventions.
 
-Of Megatron-Bridge (``src/megatron/bridge/models``) this follows the names of modules and what becomes of each of Hugging Face's
-tensors; of megatron-core 0.16 the cuts. A model of transformers stands beside each family.
+Of Megatron-Bridge (``src/megatron/bridge/models``) this follows the names of modules and what becomes of each of
+Hugging Face's tensors; of megatron-core 0.16 the cuts. A model of transformers stands beside each family.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ def qwen3_vl(weights: Weights) -> Iterator[Held]:
     there = "model.language_model"
     yield from ends(weights, f"{there}.embed_tokens.weight", f"{there}.norm.weight", "lm_head.weight")
     for layer in range(4):
-        of_layer = attention(weights, f"{there}.layers.{layer}") | dense_mlp(
-            weights, f"{there}.layers.{layer}"
-        )
+        of_layer = attention(weights, f"{there}.layers.{layer}") | dense_mlp(weights, f"{there}.layers.{layer}")
         yield from under("language_model.decoder.layers.{}.", of_layer, replace(NO_NUMBER, layer=(layer, 4)))
     yield from qwen3_tower(weights)
 
@@ -120,9 +118,7 @@ def qwen3_tower(weights: Weights) -> Iterator[Held]:
     yield from under(f"{here}merger.", qwen3_merger(weights, f"{there}merger"), first)
     for index in range(2):
         merger = qwen3_merger(weights, f"{there}deepstack_merger_list.{index}")
-        yield from under(
-            f"{here}decoder.deepstack_merger_list.{{}}.", merger, replace(first, layer=(index, 2))
-        )
+        yield from under(f"{here}decoder.deepstack_merger_list.{{}}.", merger, replace(first, layer=(index, 2)))
     for block in range(3):
         of_block: dict[str, tuple[Tensor, Cut]] = {}
         in_block = f"{there}blocks.{block}"
@@ -165,9 +161,7 @@ def qwen3_vl_model(kind: str, tied: bool = False, **text: Any) -> Any:
     vision = {**VISION, **pictures, "deepstack_visual_indexes": [0, 1]}
     rope = {"rope_type": "default", "mrope_section": [4, 2, 2]}
     fields = {**TEXT, "head_dim": 16, "tie_word_embeddings": tied, "rope_scaling": rope, **text}
-    config = getattr(transformers, f"{kind}Config")(
-        text_config=fields, vision_config=vision, tie_word_embeddings=tied
-    )
+    config = getattr(transformers, f"{kind}Config")(text_config=fields, vision_config=vision, tie_word_embeddings=tied)
     return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
 
 
@@ -175,7 +169,9 @@ def qwen3_vl_model(kind: str, tied: bool = False, **text: Any) -> Any:
 
 
 def glm4v_moe(weights: Weights) -> Iterator[Held]:
-    """Its layers have keys of their own, for Megatron-Bridge lists which of them have experts; the tower is transformers'."""
+    """Its layers have keys of their own, for Megatron-Bridge lists which of them have experts; the tower is
+    transformers'.
+    """
     there, here = "model.language_model", "language_model.decoder.layers.{}."
     yield from ends(weights, f"{there}.embed_tokens.weight", f"{there}.norm.weight", "lm_head.weight")
     for layer in range(4):
@@ -226,13 +222,13 @@ def glm4v_moe_model(tied: bool = False) -> Any:
 
 
 def nemotron_h(weights: Weights) -> Iterator[Held]:
-    """A layer of each kind, of which Megatron-core's `MambaStack` gives each its own keys, and sections of a state space model theirs."""
+    """A layer of each kind, of which Megatron-core's `MambaStack` gives each its own keys, and sections of a state
+    space model theirs.
+    """
     here, there = "decoder.layers.{}.", "backbone.layers"
     layers = [replace(NO_NUMBER, layer=(layer, 4), stacked=False) for layer in range(4)]
     norms = [weights[f"{there}.{layer}.norm.weight"] for layer in range(4)]
-    yield Held(
-        "embedding.word_embeddings.weight", weights["backbone.embeddings.weight"], "rows", stage="first"
-    )
+    yield Held("embedding.word_embeddings.weight", weights["backbone.embeddings.weight"], "rows", stage="first")
     yield Held("decoder.final_norm.weight", weights["backbone.norm_f.weight"], stage="last")
     yield Held("output_layer.weight", weights["lm_head.weight"], "rows", stage="last")
 
@@ -245,8 +241,7 @@ def nemotron_h(weights: Weights) -> Iterator[Held]:
     }
     projected = weights[f"{mixer}.in_proj.weight"].split([inner, inner, states, states, heads])
     sections = {
-        f"in_proj.weight.{name}": part
-        for name, part in zip(("z", "x", "B", "C", "dt"), projected, strict=True)
+        f"in_proj.weight.{name}": part for name, part in zip(("z", "x", "B", "C", "dt"), projected, strict=True)
     }
     for kind in ("weight", "bias"):
         channels = weights[f"{mixer}.conv1d.{kind}"].split([inner, states, states])
@@ -323,7 +318,9 @@ def nemotron_h_model(latent: int | None = None) -> Any:
 
 
 def qwen3_next(weights: Weights) -> Iterator[Held]:
-    """Gated delta nets and one layer of gated attention; layers have keys of their own (``hetereogenous_dist_checkpoint``)."""
+    """Gated delta nets and one layer of gated attention; layers have keys of their own
+    (``hetereogenous_dist_checkpoint``).
+    """
     yield from ends(weights, "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "")
     for layer in range(4):
         there, common = f"model.layers.{layer}", replace(NO_NUMBER, layer=(layer, 4), stacked=False)
@@ -343,9 +340,7 @@ def qwen3_next(weights: Weights) -> Iterator[Held]:
     yield from qwen3_next_layer(weights, there, here, gated_attention(weights, there), last)
 
 
-def qwen3_next_layer(
-    weights: Weights, there: str, here: str, of_attention: OfLayer, common: Held
-) -> Iterator[Held]:
+def qwen3_next_layer(weights: Weights, there: str, here: str, of_attention: OfLayer, common: Held) -> Iterator[Held]:
     mlp = f"{there}.mlp"
     shared = f"{mlp}.shared_expert"
     moe: OfLayer = {
@@ -385,8 +380,7 @@ def delta_net(weights: Weights, there: str) -> dict[str, tuple[Tensor, Cut]]:
         "ba": (2, 2),
     }  # rows for each of four key heads, with two value heads each
     by_head = {
-        kind: [head.split(sizes[kind]) for head in weights[f"{attn}.in_proj_{kind}.weight"].chunk(4)]
-        for kind in sizes
+        kind: [head.split(sizes[kind]) for head in weights[f"{attn}.in_proj_{kind}.weight"].chunk(4)] for kind in sizes
     }
     names = {"qkvz": ("query", "key", "value", "z"), "ba": ("beta", "alpha")}
     sections = {
@@ -395,9 +389,7 @@ def delta_net(weights: Weights, there: str) -> dict[str, tuple[Tensor, Cut]]:
         for index, name in enumerate(names[kind])
     }
     channels = weights[f"{attn}.conv1d.weight"].split([48, 48, 160])
-    sections |= {
-        f"conv1d.weight.{name}": part for name, part in zip(("query", "key", "value"), channels, strict=True)
-    }
+    sections |= {f"conv1d.weight.{name}": part for name, part in zip(("query", "key", "value"), channels, strict=True)}
     return {
         **{f"self_attention.{name}": (part, "rows") for name, part in sections.items()},
         **{f"self_attention.{name}": (weights[f"{attn}.{name}"], "rows") for name in ("A_log", "dt_bias")},
@@ -422,7 +414,9 @@ QWEN3_NEXT: dict[str, Any] = {
 
 
 def qwen3_next_model(predicting: bool = False) -> Any:
-    """transformers' own; with a layer for multi-token prediction, of which it knows no more than that it is to be left out."""
+    """transformers' own; with a layer for multi-token prediction, of which it knows no more than that it is to be left
+    out.
+    """
     model = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**QWEN3_NEXT)).float()
     if predicting:
         one = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}

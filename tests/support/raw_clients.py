@@ -54,9 +54,7 @@ class TinyModel:
         return [TensorSpec(name, dtypes.parse("fp32"), a.shape) for name, a in self.arrays.items()]
 
 
-def tiny_folder(
-    folder: Path, *, seed: int = 0, constant: float | None = None, hidden_size: int = 32
-) -> TinyModel:
+def tiny_folder(folder: Path, *, seed: int = 0, constant: float | None = None, hidden_size: int = 32) -> TinyModel:
     """Write a tied qwen3 model of about 100 kB (with the default size), random or filled with one number."""
     from safetensors.numpy import load_file, save_file
 
@@ -109,7 +107,10 @@ def whole_layout(arrays: Arrays) -> Layout:
 
 
 def rows_layout(arrays: Arrays, rank: int, ranks: int) -> Layout:
-    """Layout of one of several ranks that cut each tensor along its first axis. A tensor that does not divide is a replica on each rank."""
+    """Layout of one of several ranks that cut each tensor along its first axis.
+
+    A tensor that does not divide is a replica on each rank.
+    """
     shards = []
     for name, array in arrays.items():
         rows = array.shape[0] // ranks
@@ -142,7 +143,10 @@ def mapped_files(arrays: Mapping[str, np.ndarray]) -> dict[str, FileBytes]:
 
 
 class RawClient:
-    """Calls as a trainer makes them, one by one. Raises the service's errors; tries again only where another replica has not begun."""
+    """Calls as a trainer makes them, one by one.
+
+    Raises the service's errors; tries again only where another replica has not begun.
+    """
 
     def __init__(self, address: str, credentials: Credentials = NONE) -> None:
         self.address = address
@@ -192,7 +196,10 @@ class RawClient:
     def declare_message(
         self, model: str, number: int, message: Any, digest: str, *, rank: int = 0, seconds: float = 20.0
     ) -> list[int]:
-        """Declare whatever message; again as often as the service says, for so many seconds. Raises DeadlineExceeded, with the absent ranks."""
+        """Declare whatever message; again as often as the service says, for so many seconds.
+
+        Raises DeadlineExceeded, with the absent ranks.
+        """
         request = pb.DeclareLayoutRequest(
             model=model, number=number, rank=rank, client_id=self.client_id, digest=digest, layout=message
         )
@@ -220,9 +227,7 @@ class RawClient:
         answer = self.answers.get((number, rank))
         if answer is None or not answer.routes:
             with rpc.translated_errors(self.address):
-                self.checkpoints.Push(
-                    self.messages(model, number, pieces, rank=rank, damage=damage), timeout=20.0
-                )
+                self.checkpoints.Push(self.messages(model, number, pieces, rank=rank, damage=damage), timeout=20.0)
             return
         for route in answer.routes:
             parts = _within(pieces, [(each.start, each.end) for each in route.ranges])
@@ -298,9 +303,7 @@ def _messages(header: Any, pieces: Sequence[tuple[int, bytes]], *, damage: bool)
         yield pb.PushRequest(offset=offset, data=data, checksum=rpc.checksum(data) ^ wrong)
 
 
-def _within(
-    pieces: Sequence[tuple[int, bytes]], ranges: Sequence[tuple[int, int]]
-) -> list[tuple[int, bytes]]:
+def _within(pieces: Sequence[tuple[int, bytes]], ranges: Sequence[tuple[int, int]]) -> list[tuple[int, bytes]]:
     """Parts of the pieces that lie in these ranges."""
     found = []
     for offset, data in pieces:

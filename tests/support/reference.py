@@ -49,10 +49,10 @@ real DeepSeek-V3 does; `_mtp` and `mimo` have two layers of multi-token predicti
 """
 
 
-UNKNOWN_TO_MBRIDGE = (
-    *("gpt_oss", "ernie4_5_moe", "minimax_m2", "deepseek_v32", "deepseek_v32_mtp", "qwen3_next"),
-)
-"""Further families of `tiny_config` that `tests.support.megatron_families` builds: `load_with_mbridge` cannot fill them."""
+UNKNOWN_TO_MBRIDGE = (*("gpt_oss", "ernie4_5_moe", "minimax_m2", "deepseek_v32", "deepseek_v32_mtp", "qwen3_next"),)
+"""Further families of `tiny_config` that `tests.support.megatron_families` builds: `load_with_mbridge` cannot fill
+them.
+"""
 
 
 LATER = ("minimax_m2", "deepseek_v32")
@@ -190,9 +190,7 @@ def tiny_config(family: str, *, tied: bool, **overrides: Any) -> PretrainedConfi
 
             indexer = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 16}
             mtp = {"num_nextn_predict_layers": 2} if family == "deepseek_v32_mtp" else {}
-            return DeepseekV32Config(
-                **{**fields, **_SIGMOID_EXPERTS, **_LATENT, **indexer, **mtp, **overrides}
-            )
+            return DeepseekV32Config(**{**fields, **_SIGMOID_EXPERTS, **_LATENT, **indexer, **mtp, **overrides})
     families = (*TINY_FAMILIES, *MORE_TINY_FAMILIES, *UNKNOWN_TO_MBRIDGE)
     raise ValueError(f"family {family!r} is not one of {', '.join(families)}")
 
@@ -237,7 +235,9 @@ _UNLIKE = {
 
 
 def skip_if_saved_otherwise(family: str) -> None:
-    """Skip the test where the transformers that is installed saves the family otherwise than it is published (docs/families.md)."""
+    """Skip the test where the transformers that is installed saves the family otherwise than it is published
+    (docs/families.md).
+    """
     why = _UNLIKE.get(family.partition("-")[0])
     if why is not None and not transformers.__version__.startswith("4."):
         pytest.skip(why)
@@ -288,9 +288,7 @@ class MtpReference(torch.nn.Module):
             layer = layer_class(config, 0 if self.hidden_first else config.num_hidden_layers + index)
             for name in ("enorm", "hnorm", "last_norm"):
                 layer.add_module(name, norm_class(config.hidden_size, eps=config.rms_norm_eps))
-            layer.add_module(
-                "eh_proj", torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-            )
+            layer.add_module("eh_proj", torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False))
             self.layers.append(layer)
         make_random(self.float().eval(), seed)
 
@@ -355,9 +353,7 @@ def load_with_mbridge(
     """
     bridge = make_bridge(hf_config, next(megatron_model.parameters()).dtype)
     targets = dict(megatron_model.named_parameters())
-    targets |= {
-        name: buffer for name, buffer in megatron_model.named_buffers() if name.endswith(".expert_bias")
-    }
+    targets |= {name: buffer for name, buffer in megatron_model.named_buffers() if name.endswith(".expert_bias")}
     with torch.no_grad():
         for target in targets.values():
             target.fill_(torch.nan)
@@ -389,9 +385,7 @@ def _mcore_name(shard: ShardedTensor) -> str:
     name = str(shard.key)
     axes = list(shard.global_offset[: shard.prepend_axis_num])
     if not re.search(r"^(decoder|mtp)\.layers\.\d", name):
-        name = name.replace(
-            "decoder.layers.", f"decoder.layers.{axes.pop(0)}." if axes else "decoder.layers."
-        )
+        name = name.replace("decoder.layers.", f"decoder.layers.{axes.pop(0)}." if axes else "decoder.layers.")
     if ".experts.experts." in name:
         name = name.replace(".experts.experts.", ".experts.") + str(axes.pop(0))
     assert not axes, f"{shard.key} has a prepended axis that is neither layer nor expert"
@@ -418,10 +412,7 @@ def _full_mcore_tensor(bridge: Any, shard: ShardedTensor, hf_state_dict: Mapping
     name = _mcore_name(shard)
     if name.startswith("output_layer.") and "score.weight" in hf_state_dict:
         return hf_state_dict[name.replace("output_layer", "score")]
-    if name.startswith("mtp."):
-        hf_names = _mtp_hf_names(bridge, name)
-    else:
-        hf_names = bridge._weight_name_mapping_mcore_to_hf(name)
+    hf_names = _mtp_hf_names(bridge, name) if name.startswith("mtp.") else bridge._weight_name_mapping_mcore_to_hf(name)
     full: Tensor = bridge._weight_to_mcore_format(name, [hf_state_dict[hf_name] for hf_name in hf_names])
     if name.endswith(".eh_proj.weight") and bridge.hf_config.model_type == "mimo":
         # MiMo's has the columns of the hidden state first, Megatron's those of the embedding.

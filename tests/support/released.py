@@ -1,4 +1,6 @@
-"""Releases of Weighbridge beside the checkout's own: wheels of git's refs, each in an environment over the dependencies of this one."""
+"""Releases of Weighbridge beside the checkout's own: wheels of git's refs, each in an environment over the dependencies
+of this one.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +54,15 @@ def installed(ref: str, folder: Path) -> Release:
     python = folder / "bin" / "python"
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     (packages / "dependencies.pth").write_text("".join(f"{path}\n" for path in _dependencies()))
-    _pip(
-        "--python", str(python), "install", "--no-deps", "--no-compile", "--force-reinstall", str(wheel(ref))
-    )
+    _pip("--python", str(python), "install", "--no-deps", "--no-compile", "--force-reinstall", str(wheel(ref)))
     return Release(ref, python)
 
 
 def _dependencies() -> list[str]:
-    """The folders of this environment's packages. Python does not read path files there: the checkout's editable install stays out."""
+    """The folders of this environment's packages.
+
+    Python does not read path files there: the checkout's editable install stays out.
+    """
     return [path for path in sys.path if Path(path).name == "site-packages"]
 
 
@@ -81,9 +84,7 @@ def wheel(ref: str) -> Path:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _pip(*arguments: str) -> None:

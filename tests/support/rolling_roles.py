@@ -1,11 +1,12 @@
-"""Trainers and engines of one release, for tests of rolling upgrades: a program that is run with that release's SDK, and imports nothing of the tests.
+"""Trainers and engines of one release, for tests of rolling upgrades: a program that is run with that release's SDK,
+and imports nothing of the tests.
 
-``trainer MODEL FOLDER RANK SERVERS``: one of two FSDP2 ranks that push weights and training states until FOLDER has a file ``stop``.
-``engine MODEL SERVERS``: follows ``latest``, and pulls each version that the ref moves to.
+``trainer MODEL FOLDER RANK SERVERS``: one of two FSDP2 ranks that push weights and training states until FOLDER has a
+file ``stop``. ``engine MODEL SERVERS``: follows ``latest``, and pulls each version that the ref moves to.
 ``restore MODEL SERVERS``: restores the newest training state in one process.
 
-Each prints a line of JSON for each version, ``{"step", "number"}``. All values of a version are known from its step, so each reader
-compares all of them.
+Each prints a line of JSON for each version, ``{"step", "number"}``. All values of a version are known from its step, so
+each reader compares all of them.
 """
 
 from __future__ import annotations
@@ -70,9 +71,7 @@ def train(model: str, folder: Path, rank: int, servers: str) -> None:
     """Push a version for each step until the file ``stop`` exists, and the training state with every third one."""
     from torch.distributed.fsdp import fully_shard
 
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS
-    )
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
     sharded = module()
     for layer in sharded.children():
         fully_shard(layer)

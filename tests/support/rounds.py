@@ -1,6 +1,7 @@
 """Rounds of the tests that draw at random or inject faults: a few in `make test`, many in `make test-long`.
 
-An environment variable sets another count. docs/testing.md lists the same counts, and a test compares it with this table.
+An environment variable sets another count. docs/testing.md lists the same counts, and a test compares it with this
+table.
 """
 
 from __future__ import annotations
@@ -55,8 +56,11 @@ ROUNDS = (
     Rounds("SIEGES", 1, 9, "tests/project/test_siege.py", "an attack of `make bench-siege`"),
     Rounds("EARLY_ROUNDS", 4, 50, "tests/engines/test_early_staging.py", "a push whose rank dies and writes other bytes while an engine stages it"),
     Rounds("PROOF_FAULTS", 20, 1000, "tests/engines/test_proofs.py", "a fault that is put into an engine whose parameters are proved"),
-    Rounds("ENGINE_FAULTS", 8, 1000, "tests/engines/test_engine_faults.py", "a fault that is put into a live vLLM whose parameters are proved, and a proof without one; with an eighth as many stale caches, and engines that an update skips"),
-    Rounds("ENGINE_KILLS", 1, 15, "tests/engines/test_engine_kills.py", "a rank of an engine, its agent, the service or the trainer is killed, in each phase of an update"),
+    Rounds("ENGINE_FAULTS", 8, 1000, "tests/engines/test_engine_faults.py", ("a fault that is put into a live vLLM whose parameters are proved, and a proof without "
+                                                                            "one; with an eighth as many stale "
+                                                                            "caches, and engines that an update skips")),
+    Rounds("ENGINE_KILLS", 1, 15, "tests/engines/test_engine_kills.py", ("a rank of an engine, its agent, the service or the trainer is killed, in each phase of "
+                                                                        "an update")),
     Rounds("SERVED_ADAPTERS", 3, 50, "tests/engines/test_vllm_adapters.py", "an adapter that a live vLLM serves"),
     Rounds("SERVED_VERSIONS", 3, 20, "tests/engines/test_vllm_adapters.py", "a version of each of these, pushed while clients ask"),
     Rounds("SERVED_CLIENTS", 4, 20, "tests/engines/test_vllm_adapters.py", "a client that asks meanwhile"),

@@ -25,8 +25,6 @@ def push_rows(trainer: TrainerClient, model: str, source: TinyModel, rank: int, 
             tensors.append(torch.from_numpy(source.arrays[shard.tensor][box].copy()))
         return staging.stage(stream, tensors)
 
-    handle = trainer.push_shards(
-        model, layout, TensorSpace.HUGGING_FACE, stage, step=step, rank=rank, world_size=ranks
-    )
+    handle = trainer.push_shards(model, layout, TensorSpace.HUGGING_FACE, stage, step=step, rank=rank, world_size=ranks)
     handle.wait(VersionState.DURABLE, timeout=60)
     return handle.number

@@ -129,9 +129,7 @@ def rclone(folder: Path) -> Iterator[S3Server]:
         process.wait()
 
 
-def _started(
-    command: list[str], settings: dict[str, str], folder: Path, endpoint: str
-) -> subprocess.Popen[bytes]:
+def _started(command: list[str], settings: dict[str, str], folder: Path, endpoint: str) -> subprocess.Popen[bytes]:
     log = folder / "server.log"
     environment = {
         **os.environ,

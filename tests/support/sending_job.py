@@ -1,4 +1,7 @@
-"""A trainer that holds gathered tensors and sends them, by TRL's or vLLM's calls and plainly. Run in TRL's environment, by `benchmarks.framework_updates`."""
+"""A trainer that holds gathered tensors and sends them, by TRL's or vLLM's calls and plainly.
+
+Run in TRL's environment, by `benchmarks.framework_updates`.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ class Sender:
     """One trainer; its methods are the requests that it serves."""
 
     def seconds(self, how: str, file: str, said: dict[str, Any], rounds: int) -> dict[str, list[float]]:
-        """Seconds of sends of the same tensors in turns: by the framework's calls, and plainly, until engines could pull them."""
+        """Seconds of sends of the same tensors in turns: by the framework's calls, and plainly, until engines could
+        pull them.
+        """
         held = list(load_file(file).items())
         send, newest = _by_trl(held, said) if how == "trl" else _by_vllm(held, said)
         found: dict[str, list[float]] = {"adapter": [], "plain": []}

@@ -1,4 +1,6 @@
-"""Places where a trainer sends weights to a live vLLM: a service that can be killed, and a server that started from a folder and reaches it through a gate."""
+"""Places where a trainer sends weights to a live vLLM: a service that can be killed, and a server that started from a
+folder and reaches it through a gate.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,10 @@ class SendingPlace:
 
 @contextlib.contextmanager
 def sending_place(root: Path, python: Path, model: str, family: str) -> Iterator[SendingPlace]:
-    """A place in a folder, whose vLLM runs in the environment of a Python; ended in the end. The server need not answer yet."""
+    """A place in a folder, whose vLLM runs in the environment of a Python; ended in the end.
+
+    The server need not answer yet.
+    """
     folders, logs = root / "models", root / "logs"
     logs.mkdir()
     first = folders / "1"

@@ -32,8 +32,9 @@ _READY = re.compile(r"weighbridge serving gRPC on (\S+), HTTP on (\S+), store .*
 class RunningService:
     """A service and its gRPC address.
 
-    A client on the service's machine would use shared memory. By default this service has no local socket, so that tests of gRPC need no
-    setting against it; and weights have no port of their own, so that a proxy before the service sees all gRPC traffic.
+    A client on the service's machine would use shared memory. By default this service has no local socket, so that
+    tests of gRPC need no setting against it; and weights have no port of their own, so that a proxy before the service
+    sees all gRPC traffic.
     """
 
     def __init__(
@@ -162,7 +163,9 @@ class FamilyService:
 
 @contextmanager
 def family_service(store: Path) -> Iterator[FamilyService]:
-    """A service over this store, run by ``WEIGHBRIDGE_SERVICE_PYTHON`` if that names a Python: its transformers may be others."""
+    """A service over this store, run by ``WEIGHBRIDGE_SERVICE_PYTHON`` if that names a Python: its transformers may be
+    others.
+    """
     python = os.environ.get("WEIGHBRIDGE_SERVICE_PYTHON")
     if python is None:
         with running_service(store) as running:

@@ -24,9 +24,7 @@ from weighbridge.follow.sglang import SglangServer
 
 PYTHON = os.environ.get("WEIGHBRIDGE_SGLANG_PYTHON", "")
 needs_sglang = pytest.mark.skipif(not PYTHON, reason="SGLang has an environment of its own: make test-sglang")
-HAS_PLUGINS = (
-    any(Path(PYTHON).parents[1].glob("lib/python*/site-packages/sglang/srt/plugins")) if PYTHON else True
-)
+HAS_PLUGINS = any(Path(PYTHON).parents[1].glob("lib/python*/site-packages/sglang/srt/plugins")) if PYTHON else True
 """Whether this release calls plug-ins, from which on a server starts from the service; 0.5.10 does not."""
 _ANSWER = "answer "
 _CPU = Path(__file__).parent / "sglang_cpu"
@@ -41,10 +39,14 @@ _ENVIRONMENT = {
 
 
 def environment(tp: int, cache: Path) -> dict[str, str]:
-    """Environment variables of an engine's processes. The recordings of its ranks, and files that SGLang leaves behind, go to a folder of the test."""
+    """Environment variables of an engine's processes.
+
+    The recordings of its ranks, and files that SGLang leaves behind, go to a folder of the test.
+    """
     # one set of processors a rank; else each rank needs a NUMA node
     threads = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tp)}
-    # SGLang's connectors remove their folders on a normal end, and not when they are killed; all tests share what torch has compiled
+    # SGLang's connectors remove their folders on a normal end, and not when they are killed; all tests share what torch
+    # has compiled
     compiled = str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"))
     folders = {"WEIGHBRIDGE_CACHE": str(cache), "TMPDIR": str(cache), "TORCHINDUCTOR_CACHE_DIR": compiled}
     return {**os.environ, **_ENVIRONMENT, **threads, **folders}

@@ -1,6 +1,7 @@
 """Servers shaped like SGLang's, whose tensor-parallel ranks pull what they hold of a version from a real service.
 
-They answer as SGLang 0.5.23 with the plug-in does (`tests/engines/test_sglang_server.py`), and keep what each version has brought.
+They answer as SGLang 0.5.23 with the plug-in does (`tests/engines/test_sglang_server.py`), and keep what each version
+has brought.
 """
 
 from __future__ import annotations

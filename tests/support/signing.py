@@ -35,23 +35,17 @@ class KeyFiles:
 def write_key(folder: Path, private: PrivateKeyTypes, name: str = "key", password: str = "") -> KeyFiles:
     folder.mkdir(parents=True, exist_ok=True)
     files = KeyFiles(folder / f"{name}.pem", folder / f"{name}.pub.pem")
-    protection = (
-        serialization.BestAvailableEncryption(password.encode()) if password else serialization.NoEncryption()
-    )
+    protection = serialization.BestAvailableEncryption(password.encode()) if password else serialization.NoEncryption()
     files.key.write_bytes(
         private.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, protection)
     )
     files.public.write_bytes(
-        private.public_key().public_bytes(
-            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
+        private.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     )
     return files
 
 
-def new_key(
-    folder: Path, name: str = "key", *, curve: ec.EllipticCurve | None = None, password: str = ""
-) -> KeyFiles:
+def new_key(folder: Path, name: str = "key", *, curve: ec.EllipticCurve | None = None, password: str = "") -> KeyFiles:
     """A new key on P-256, or another curve."""
     return write_key(folder, ec.generate_private_key(curve or ec.SECP256R1()), name, password)
 
@@ -70,9 +64,7 @@ class SigningAuthority:
         folder.mkdir(parents=True, exist_ok=True)
         self.ca = folder / f"{name}.pem"
         day = timedelta(days=1)
-        builder = self._builder(
-            self._name, self._key.public_key(), datetime.now(UTC) - 1000 * day, 2000 * day
-        )
+        builder = self._builder(self._name, self._key.public_key(), datetime.now(UTC) - 1000 * day, 2000 * day)
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         self.ca.write_bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
@@ -114,9 +106,7 @@ def model_signing(*line: str | Path) -> tuple[int, str]:
 
 def stock_verify(folder: Path, signature: Path, public: Path, *options: str) -> tuple[bool, str]:
     """Whether the stock command line finds a folder to be what a key has signed, and what it says."""
-    code, said = model_signing(
-        "verify", "key", folder, "--signature", signature, "--public_key", public, *options
-    )
+    code, said = model_signing("verify", "key", folder, "--signature", signature, "--public_key", public, *options)
     return code == 0, said
 
 

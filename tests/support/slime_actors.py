@@ -1,7 +1,8 @@
-"""Trainer actors of slime and Miles, as far as weight updates go: the modules that they are in, and their calls in their order.
+"""Trainer actors of slime and Miles, as far as weight updates go: the modules that they are in, and their calls in
+their order.
 
-Neither framework is in a package registry. Read in slime 624b824 (August 2026; the same in v0.3.1) and Miles 31f1ca9; Ray is stood in for by handles
-that answer at once.
+Neither framework is in a package registry. Read in slime 624b824 (August 2026; the same in v0.3.1) and Miles 31f1ca9;
+Ray is stood in for by handles that answer at once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ FRAMEWORKS = ("slime", "miles")
 SIGNATURES = {
     "slime": {
         "__init__": "self, args, model, weights_getter, *, model_name, quantization_config",
-        "connect_rollout_engines": "self, rollout_engines, rollout_engine_lock, engine_gpu_counts, engine_gpu_offsets, engine_parallel_configs",
+        "connect_rollout_engines": (
+            "self, rollout_engines, rollout_engine_lock, engine_gpu_counts, engine_gpu_offsets, engine_parallel_configs"
+        ),
         "disconnect_rollout_engines": "self",
         "update_weights": "self",
         "pop_metrics": "self",

@@ -45,7 +45,9 @@ def version_folder(store: Path, number: int, model: str = MODEL) -> Path:
 
 
 def add_model(store: Path, model: str, numbers: Iterable[int]) -> None:
-    """Add a model with versions of these numbers, each with the bytes of one of `MODEL`; most of its history is in a tree."""
+    """Add a model with versions of these numbers, each with the bytes of one of `MODEL`; most of its history is in a
+    tree.
+    """
     name, kept = ModelName.parse(model), {}
     shutil.copytree(store / "models" / MODEL / "files", store / name.prefix / "files")
     with closing(LocalStore(store)) as opened:
@@ -55,14 +57,10 @@ def add_model(store: Path, model: str, numbers: Iterable[int]) -> None:
         for index, number in enumerate(numbers):
             entry = source[0].recent[DURABLE[index % len(DURABLE)]]
             shutil.copytree(version_folder(store, entry.number), version_folder(store, number, model))
-            edit_document(
-                version_folder(store, number, model) / "weighbridge.json", model=model, version=number
-            )
+            edit_document(version_folder(store, number, model) / "weighbridge.json", model=model, version=number)
             kept[number] = replace(entry, number=number)
         last = max(kept)
-        head = replace(
-            source[0], recent=kept, open={}, failed={}, refs={"latest": Ref(last)}, next_version=last + 1
-        )
+        head = replace(source[0], recent=kept, open={}, failed={}, refs={"latest": Ref(last)}, next_version=last + 1)
         opened.put(name.head_key, heads.settle(name, head).to_json(), mode="create")
 
 

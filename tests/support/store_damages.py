@@ -38,7 +38,9 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def snapshot(folder: Path) -> dict[str, object]:
-    """Everything below a folder but what a store keeps for itself: contents, targets of links, and which are folders."""
+    """Everything below a folder but what a store keeps for itself: contents, targets of links, and which are
+    folders.
+    """
     found: dict[str, object] = {}
     for place, folders, files in os.walk(os.fsencode(folder)):
         relative = os.path.relpath(place, os.fsencode(folder))
@@ -88,11 +90,7 @@ def _named(path: Path, folder: Path) -> str:
 def _flip(randomness: random.Random, folder: Path) -> str:
     path = _some_file(randomness, folder)
     content = bytearray(_content(path))
-    places = (
-        [randomness.randrange(len(content)) for _ in range(randomness.choice((1, 1, 1, 4)))]
-        if content
-        else []
-    )
+    places = [randomness.randrange(len(content)) for _ in range(randomness.choice((1, 1, 1, 4)))] if content else []
     for place in places:
         content[place] ^= 1 << randomness.randrange(8)
     write(path, bytes(content))
@@ -253,9 +251,7 @@ def _edit_document(randomness: random.Random, folder: Path) -> str:
 
 
 def _nest(randomness: random.Random, folder: Path) -> str:
-    path = randomness.choice(
-        [path for path in files_below(folder) if path.suffix == ".json"] or [folder / "x.json"]
-    )
+    path = randomness.choice([path for path in files_below(folder) if path.suffix == ".json"] or [folder / "x.json"])
     depth = randomness.choice((500, 100_000))
     write(path, b'{"format":3,"x":' + b"[" * depth + b"]" * depth + b"}")
     return f"nest {depth} in {_named(path, folder)}"

@@ -13,7 +13,9 @@ from tests.support.forked import run_jobs
 from weighbridge_demo.ranks import gloo_job
 
 WAYS = ("fsdp", "fsdp3", "fsdp4", "fsdp8", "hsdp", "tp_fsdp", "ddp", "compiled_fsdp")
-"""Ways in which `shared` distributes a model over its ranks: two, or as many as the name says, or four for HSDP and tensor parallelism."""
+"""Ways in which `shared` distributes a model over its ranks: two, or as many as the name says, or four for HSDP and
+tensor parallelism.
+"""
 
 
 def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 200) -> list[Any]:
@@ -22,7 +24,9 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 20
 
 
 def shared(model: PreTrainedModel, way: str) -> torch.nn.Module:
-    """A model whose tensors are distributed over the ranks of this job in one of `WAYS`; all ranks give the same model."""
+    """A model whose tensors are distributed over the ranks of this job in one of `WAYS`; all ranks give the same
+    model.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel

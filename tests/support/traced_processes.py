@@ -1,4 +1,6 @@
-"""Processes of a traced push: a trainer's rank, and an engine that speaks the routes of a vLLM server and fetches weights by the SDK."""
+"""Processes of a traced push: a trainer's rank, and an engine that speaks the routes of a vLLM server and fetches
+weights by the SDK.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,7 @@ def push(server: str, model: str, folder: str, rank: str, ranks: str, step: str,
     from weighbridge import TrainerClient
 
     with TrainerClient(server, lane=lane) as trainer:
-        state = {
-            name: tensor * int(step) for name, tensor in load_file(f"{folder}/model.safetensors").items()
-        }
+        state = {name: tensor * int(step) for name, tensor in load_file(f"{folder}/model.safetensors").items()}
         handle = trainer.push_state_dict(model, state, step=int(step), rank=int(rank), world_size=int(ranks))
         print(handle.wait("durable", timeout=120).number, flush=True)
 

@@ -1,4 +1,6 @@
-"""Training states in memory: whole tensors put together of what ranks hold, and ranks that are filled from them, box by box."""
+"""Training states in memory: whole tensors put together of what ranks hold, and ranks that are filled from them, box by
+box.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +71,7 @@ class Whole:
         with torch.no_grad():
             for placement, tensor in zip(filling.layout.placements, filling.tensors, strict=True):
                 name, box, _ = placement.shard
-                source = self.tensors[name][
-                    tuple(slice(a, b) for a, b in zip(box.offset, box.end, strict=True))
-                ]
+                source = self.tensors[name][tuple(slice(a, b) for a, b in zip(box.offset, box.end, strict=True))]
                 assert (source.dtype, source.shape) == (tensor.dtype, tensor.shape)
                 tensor.copy_(source)
             filling.finish()

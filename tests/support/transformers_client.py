@@ -1,7 +1,7 @@
 """Calls of the service as users of transformers make them, and transformers' own results for the same folders.
 
-The functions run in the tests' own process, in ranks forked from it, or in processes of another environment, with another transformers
-(`make test-transformers`): nothing of the service is imported here.
+The functions run in the tests' own process, in ranks forked from it, or in processes of another environment, with
+another transformers (`make test-transformers`): nothing of the service is imported here.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ def start_and_update(address: str, name: str, folders: list[str], dtype: str | N
     for version in (1, "latest", 1):
         found["numbers"].append(transformers.update(model, version).number)
         found["nbytes"].append(live.nbytes)
-        expected = AutoModelForCausalLM.from_pretrained(
-            folders[found["numbers"][-1] - 1], dtype=dtype or "auto"
-        )
+        expected = AutoModelForCausalLM.from_pretrained(folders[found["numbers"][-1] - 1], dtype=dtype or "auto")
         found["different"] += differences(model, expected)
         with torch.no_grad():
             found["logits"].append((model(ids).logits - expected(ids).logits).abs().max().item())
@@ -124,7 +122,9 @@ def _buffers(model: Any) -> dict[str, torch.Tensor]:
 
 
 def tensor_parallel(address: str, name: str, folders: list[str]) -> dict[str, Any]:
-    """One rank of two: load version 1, go to version 2; and what differs from transformers' own tensor-parallel models."""
+    """One rank of two: load version 1, go to version 2; and what differs from transformers' own tensor-parallel
+    models.
+    """
     from transformers import AutoModelForCausalLM
 
     from weighbridge._clients.engine import EngineClient
@@ -164,7 +164,9 @@ def tensor_parallel(address: str, name: str, folders: list[str]) -> dict[str, An
 
 
 def train(address: str, name: str, folder: str) -> dict[str, Any]:
-    """Push what a folder's model holds in memory, and fill it again; which of its tensors stack experts, and which have come back changed."""
+    """Push what a folder's model holds in memory, and fill it again; which of its tensors stack experts, and which have
+    come back changed.
+    """
     from transformers import AutoModelForCausalLM
 
     from weighbridge._trainers.trainer import TrainerClient

@@ -48,7 +48,8 @@ UNMAPPED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         _TEXT,
         {**_GROUPED, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_dt_rank": 4},
     ),
-    # images; resnet has integer counters without axes, clip a scalar, and both of clip's and siglip's configs are nested
+    # images; resnet has integer counters without axes, clip a scalar, and both of clip's and siglip's configs are
+    # nested
     "vit": (_IMAGES, _VISION),
     "dinov2": (_BARE, _VISION),
     "resnet": (_IMAGES, {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}),

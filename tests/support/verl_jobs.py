@@ -1,7 +1,8 @@
-"""Jobs of verl in an environment of its own, which `make test-frameworks` makes; tests that need it run there, or say why not.
+"""Jobs of verl in an environment of its own, which `make test-frameworks` makes; tests that need it run there, or say
+why not.
 
-``make test-frameworks`` names its Python in WEIGHBRIDGE_VERL_PYTHON, and the folder of verl's sources, with its test helpers, in
-WEIGHBRIDGE_VERL_SOURCE.
+``make test-frameworks`` names its Python in WEIGHBRIDGE_VERL_PYTHON, and the folder of verl's sources, with its test
+helpers, in WEIGHBRIDGE_VERL_SOURCE.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def verl_job(folder: Path) -> Iterator[Job]:
 
 @contextmanager
 def checkpoint_job(folder: Path, server: str, model: str) -> Iterator[Job]:
-    """A job of ranks that save and load by verl's checkpoint managers, which keep what they save as training states of a model."""
+    """A job of ranks that save and load by verl's checkpoint managers, which keep what they save as training states of
+    a model.
+    """
     environment = _environment(str(folder)) | {
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE))),
         "WEIGHBRIDGE_SERVER": server,
@@ -50,9 +53,7 @@ def checkpoint_job(folder: Path, server: str, model: str) -> Iterator[Job]:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    mine = {
-        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "RAY_", "VERL_"))
-    }
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "RAY_", "VERL_"))}
     return mine | {
         "PYTHONPATH": os.pathsep.join(map(str, (SOURCE, HERE))),
         "VERL_PLATFORM": "test_cpu",

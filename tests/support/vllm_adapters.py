@@ -1,4 +1,6 @@
-"""A service with a base and adapters on it, vLLM servers that serve them, and what the merged models of transformers and peft say in their place."""
+"""A service with a base and adapters on it, vLLM servers that serve them, and what the merged models of transformers
+and peft say in their place.
+"""
 
 from __future__ import annotations
 
@@ -128,9 +130,7 @@ def adapted(base: Path, seed: int, **options: Any) -> Any:
     """A base with a random adapter."""
     torch.manual_seed(seed)
     said = {"r": 4, "lora_alpha": 16, "target_modules": list(MODULES), "init_lora_weights": False, **options}
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), LoraConfig(**said)
-    )
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), LoraConfig(**said))
     with torch.no_grad():
         for name, each in model.named_parameters():
             if "lora_" in name:
@@ -217,9 +217,7 @@ def ask(
         "model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "skip_special_tokens": False,
         "ignore_eos": True, **more,
     }  # fmt: skip
-    request = urllib.request.Request(
-        server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=_ASK_SECONDS) as answer:
             if more.get("stream"):

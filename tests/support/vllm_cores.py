@@ -1,4 +1,6 @@
-"""Core of a vLLM engine, which goes through sleep as in the source of vLLM 0.24 to 0.32 (``v1/engine/core``, ``v1/executor/abstract``)."""
+"""Core of a vLLM engine, which goes through sleep as in the source of vLLM 0.24 to 0.32 (``v1/engine/core``,
+``v1/executor/abstract``).
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,7 @@ class Core:
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.pause_scheduler(mode)
-        if (
-            level and not self.model_executor.sleeping_tags
-        ):  # 0.24: one that is half awake does not sleep again
+        if level and not self.model_executor.sleeping_tags:  # 0.24: one that is half awake does not sleep again
             self.model_executor.sleeping_tags |= {"weights", "kv_cache"}
 
     def wake_up(self, tags: list[str] | None = None) -> None:

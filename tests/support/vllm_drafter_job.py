@@ -1,4 +1,5 @@
-"""An engine of vLLM that decodes speculatively while versions come: run in vLLM's environment, by `tests.engines.test_vllm_drafters`.
+"""An engine of vLLM that decodes speculatively while versions come: run in vLLM's environment, by
+`tests.engines.test_vllm_drafters`.
 
 vLLM's core, worker, drafter and counts of accepted tokens are real, in one process.
 """
@@ -28,9 +29,7 @@ TOKENS = 24
 class Engine:
     """An `LLM`, with the operations of the test."""
 
-    def __init__(
-        self, server: str, model: str, prompt: str, speculative: dict[str, Any], **extra: Any
-    ) -> None:
+    def __init__(self, server: str, model: str, prompt: str, speculative: dict[str, Any], **extra: Any) -> None:
         self._prompt, self._seen = prompt, (0, 0)
         self.llm = LLM(
             model,
@@ -51,14 +50,14 @@ class Engine:
         return found
 
     def says(self) -> list[Any]:
-        """Greedy completion of the prompt, the share of drafted tokens that was accepted, and the worker's ``served`` and ``stale``."""
+        """Greedy completion of the prompt, the share of drafted tokens that was accepted, and the worker's ``served``
+        and ``stale``.
+        """
         (found,) = self.llm.generate(
             [self._prompt], SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True), use_tqdm=False
         )
         counts = {each.name: each.value for each in self.llm.get_metrics() if hasattr(each, "value")}
-        drafted, accepted = (
-            int(counts[f"vllm:spec_decode_num_{kind}_tokens"]) for kind in ("draft", "accepted")
-        )
+        drafted, accepted = (int(counts[f"vllm:spec_decode_num_{kind}_tokens"]) for kind in ("draft", "accepted"))
         before, self._seen = self._seen, (drafted, accepted)
         status = self.call("weighbridge_status")
         part = (accepted - before[1]) / (drafted - before[0])
@@ -111,9 +110,7 @@ def _drafter(worker: Any) -> Any:
 
 def apart(server: str, model: str, prompt: str, drafter: str) -> dict[str, Any]:
     """A drafter from a folder, which the policy's versions have nothing for."""
-    engine = Engine(
-        server, model, prompt, {"method": "draft_model", "model": drafter, "num_speculative_tokens": 2}
-    )
+    engine = Engine(server, model, prompt, {"method": "draft_model", "model": drafter, "num_speculative_tokens": 2})
     found: dict[str, Any] = {"first": engine.says(), "refused": engine.update(2), "kept": engine.says()}
     engine.llm.init_weight_transfer_engine({"init_info": {"stale_drafter": "allow"}})
     found["allowed"] = [engine.update(2), engine.says()]
@@ -123,10 +120,10 @@ def apart(server: str, model: str, prompt: str, drafter: str) -> dict[str, Any]:
 
 
 def own(server: str, model: str, prompt: str, draft: str, other: str) -> dict[str, Any]:
-    """A drafter that is a model of the service, with versions of its own; and one that has other tensors than the engine's."""
-    engine = Engine(
-        server, model, prompt, {"method": "draft_model", "num_speculative_tokens": 2}, draft=f"{draft}@1"
-    )
+    """A drafter that is a model of the service, with versions of its own; and one that has other tensors than the
+    engine's.
+    """
+    engine = Engine(server, model, prompt, {"method": "draft_model", "num_speculative_tokens": 2}, draft=f"{draft}@1")
     found: dict[str, Any] = {"first": engine.says(), "unnamed": engine.update(2)}
     found["stages"] = _refused_stages(server, model, draft)
     prepared = engine.call("weighbridge_prepare", "2", f"{draft}@2")["failed"]
@@ -162,9 +159,7 @@ def _refused_stages(server: str, model: str, draft: str) -> str:
 
 def later(server: str, model: str, prompt: str, folder: str, draft: str) -> dict[str, Any]:
     """A drafter that the engine has from a folder, until a version of its own comes."""
-    engine = Engine(
-        server, model, prompt, {"method": "draft_model", "model": folder, "num_speculative_tokens": 2}
-    )
+    engine = Engine(server, model, prompt, {"method": "draft_model", "model": folder, "num_speculative_tokens": 2})
     found: dict[str, Any] = {"first": engine.says()}
     found["both"] = [engine.update(2, f"{draft}@2"), engine.says()]
     found["loaded again"] = engine.call("weighbridge_compare_with_load")["proof"]

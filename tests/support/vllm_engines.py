@@ -1,6 +1,8 @@
-"""API server of vLLM with several engines, in this process: the plug-in's part of it is the real one, engines and workers are made up.
+"""API server of vLLM with several engines, in this process: the plug-in's part of it is the real one, engines and
+workers are made up.
 
-Routes and the way to engines are as in the source of vLLM 0.32 (``entrypoints/serve/dev``, ``entrypoints/rl/online``, ``v1/engine/core_client``).
+Routes and the way to engines are as in the source of vLLM 0.32 (``entrypoints/serve/dev``, ``entrypoints/rl/online``,
+``v1/engine/core_client``).
 """
 
 from __future__ import annotations

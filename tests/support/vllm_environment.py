@@ -1,7 +1,8 @@
 """Environment of vLLM, made by `make install-vllm`. Tests that need vLLM run there, or are skipped with the reason.
 
-``make test-vllm`` names its Python in WEIGHBRIDGE_VLLM_PYTHON. WEIGHBRIDGE_VLLM_KERNELS=0 says that it has no kernels for CPUs, as
-``make test-vllm-newest`` does: then nothing is computed, linear layers are not packed, and experts cannot be processed.
+``make test-vllm`` names its Python in WEIGHBRIDGE_VLLM_PYTHON. WEIGHBRIDGE_VLLM_KERNELS=0 says that it has no kernels
+for CPUs, as ``make test-vllm-newest`` does: then nothing is computed, linear layers are not packed, and experts cannot
+be processed.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ import pytest
 PYTHON = Path(os.environ.get("WEIGHBRIDGE_VLLM_PYTHON") or "/nowhere")
 HAS_KERNELS = os.environ.get("WEIGHBRIDGE_VLLM_KERNELS") != "0"
 
-needs_vllm = pytest.mark.skipif(
-    not PYTHON.exists(), reason="vLLM has an environment of its own: make test-vllm"
-)
+needs_vllm = pytest.mark.skipif(not PYTHON.exists(), reason="vLLM has an environment of its own: make test-vllm")
 
 
 def environment() -> dict[str, str]:

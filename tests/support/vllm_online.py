@@ -1,6 +1,8 @@
-"""Online quantisation of linear layers for a vLLM that has none for CPUs: made as vLLM's own for GPUs is, from what torch has.
+"""Online quantisation of linear layers for a vLLM that has none for CPUs: made as vLLM's own for GPUs is, from what
+torch has.
 
-Weights are loaded to layers without storage; each layer is quantised per tensor when it is complete, and computes with the transposed weight.
+Weights are loaded to layers without storage; each layer is quantised per tensor when it is complete, and computes with
+the transposed weight.
 """
 
 from __future__ import annotations
@@ -45,14 +47,10 @@ class OnlineFp8(LinearMethodBase):  # type: ignore[misc]  # vLLM is seen as unty
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        weight = torch.empty(
-            sum(output_partition_sizes), input_size_per_partition, device="meta", dtype=params_dtype
-        )
+        weight = torch.empty(sum(output_partition_sizes), input_size_per_partition, device="meta", dtype=params_dtype)
         layer.register_parameter(
             "weight",
-            ModelWeightParameter(
-                data=weight, input_dim=1, output_dim=0, weight_loader=extra.get("weight_loader")
-            ),
+            ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=extra.get("weight_loader")),
         )
         self.kernel = Kernel()
         initialize_online_processing(layer)
@@ -71,18 +69,14 @@ class OnlineFp8(LinearMethodBase):  # type: ignore[misc]  # vLLM is seen as unty
         return scale
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.nn.functional.linear(
-            x, (layer.weight.float() * layer.weight_scale).t().to(x.dtype), bias
-        )
+        return torch.nn.functional.linear(x, (layer.weight.float() * layer.weight_scale).t().to(x.dtype), bias)
 
 
 class Reducing(OnlineFp8):
     """All tensor-parallel ranks have one scale, as in vLLM's own method from 0.32 on."""
 
     def reduced(self, scale: torch.Tensor) -> torch.Tensor:
-        torch.distributed.all_reduce(
-            scale, op=torch.distributed.ReduceOp.MAX, group=get_tp_group().device_group
-        )
+        torch.distributed.all_reduce(scale, op=torch.distributed.ReduceOp.MAX, group=get_tp_group().device_group)
         return scale
 
 

@@ -1,7 +1,9 @@
-"""Ranks of vLLM without its scheduler: run in vLLM's environment, with a list of jobs as JSON on stdin, by `tests.engines.test_vllm_ranks`.
+"""Ranks of vLLM without its scheduler: run in vLLM's environment, with a list of jobs as JSON on stdin, by
+`tests.engines.test_vllm_ranks`.
 
-Each job makes a model as vLLM's worker makes it, twice: loaded by vLLM's own loader from the Hugging Face folder, and by the plug-in from
-the service. What is said about them goes to stdout as JSON, one list for each job with one value for each rank.
+Each job makes a model as vLLM's worker makes it, twice: loaded by vLLM's own loader from the Hugging Face folder, and
+by the plug-in from the service. What is said about them goes to stdout as JSON, one list for each job with one value
+for each rank.
 """
 
 from __future__ import annotations
@@ -127,9 +129,7 @@ def compute_differently(a: torch.nn.Module, b: torch.nn.Module) -> list[str]:
         x = torch.randn(3, size, generator=torch.Generator().manual_seed(1)).to(next(a.parameters()).dtype)
         bias = getattr(layer, "bias", None)
         mine = layer.cpu_linear(x, layer.weight, bias)
-        if not torch.equal(
-            mine, others[name].cpu_linear(x, others[name].weight, getattr(others[name], "bias", None))
-        ):
+        if not torch.equal(mine, others[name].cpu_linear(x, others[name].weight, getattr(others[name], "bias", None))):
             found.append(name)
     return found
 
@@ -206,7 +206,9 @@ def update(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def derived(job: dict[str, Any]) -> dict[str, Any]:
-    """Recording and update of a model whose loader makes something of its parameters in the end, as loaders of DFlash drafters do."""
+    """Recording and update of a model whose loader makes something of its parameters in the end, as loaders of DFlash
+    drafters do.
+    """
 
     def load_weights(self: Any, tensors: Any) -> Any:
         loaded = original(self, tensors)
@@ -241,7 +243,9 @@ def derived(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def ahead(job: dict[str, Any]) -> dict[str, Any]:
-    """Updates of a model whose linear layers vLLM quantises while it loads them, in a place as a card's: to version 2, 1, 2, and by vLLM's own reload."""
+    """Updates of a model whose linear layers vLLM quantises while it loads them, in a place as a card's: to version 2,
+    1, 2, and by vLLM's own reload.
+    """
     from weighbridge import _lazy as lazy
 
     quantization = ""
@@ -300,7 +304,9 @@ def ahead(job: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def counted(counts: dict[str, int]) -> Any:
-    """Counts what vLLM does meanwhile: the layers that it makes anew, by class, its reloads, and attention that it processes."""
+    """Counts what vLLM does meanwhile: the layers that it makes anew, by class, its reloads, and attention that it
+    processes.
+    """
     materialize, reload = layerwise.materialize_layer, layers.initialize_layerwise_reload
     attention = Attention.process_weights_after_loading
 
@@ -377,7 +383,9 @@ def wrap(job: dict[str, Any]) -> str:
 
 
 def fail(job: dict[str, Any]) -> dict[str, Any]:
-    """An update that fails on one rank while parameters are filled; then one of which one rank cannot even fetch the bytes."""
+    """An update that fails on one rank while parameters are filled; then one of which one rank cannot even fetch the
+    bytes.
+    """
     from vllm.distributed.parallel_state import get_world_group
 
     from weighbridge import _lazy as lazy
@@ -417,7 +425,9 @@ def fail(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def session(job: dict[str, Any]) -> dict[str, Any]:
-    """Sessions of updates by the calls of vLLM's own worker: of a version that there is not, which it refuses, and of version 2."""
+    """Sessions of updates by the calls of vLLM's own worker: of a version that there is not, which it refuses, and of
+    version 2.
+    """
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     from weighbridge.errors import WeighbridgeError
@@ -465,7 +475,9 @@ def session(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def drafter(job: dict[str, Any]) -> dict[str, Any]:
-    """Updates of a model and its drafter, each loaded by the plug-in and sharing what vLLM lets them share: to version 2, to 1, and to 2 again."""
+    """Updates of a model and its drafter, each loaded by the plug-in and sharing what vLLM lets them share: to version
+    2, to 1, and to 2 again.
+    """
     from weighbridge.integrations.vllm import register
 
     register()
@@ -553,7 +565,9 @@ def with_drafter(job: dict[str, Any], **load: Any) -> tuple[torch.nn.Module, tor
 
 
 def drafters_named(job: dict[str, Any]) -> dict[str, Any]:
-    """Drafters that the plug-in sees before one is loaded: of methods that draft without a model, and on stages of a pipeline."""
+    """Drafters that the plug-in sees before one is loaded: of methods that draft without a model, and on stages of a
+    pipeline.
+    """
     from weighbridge.integrations.vllm import releases
 
     def seen(**speculative: Any) -> str:

@@ -1,7 +1,7 @@
 """An engine of vLLM that sleeps while versions come: run in vLLM's environment, by `tests.engines.test_vllm_asleep`.
 
-vLLM's core, executor and worker are real, in processes of their own. Sleep on a CPU takes no memory away, which is made up in the worker: parameters
-say that they have none, and after level 2 they hold no numbers.
+vLLM's core, executor and worker are real, in processes of their own. Sleep on a CPU takes no memory away, which is made
+up in the worker: parameters say that they have none, and after level 2 they hold no numbers.
 """
 
 from __future__ import annotations

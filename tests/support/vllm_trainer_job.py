@@ -1,4 +1,7 @@
-"""A rank of a trainer that sends weights by vLLM's own calls, with FSDP2 over gloo. Run in vLLM's environment, by `tests.engines.test_vllm_trainer`."""
+"""A rank of a trainer that sends weights by vLLM's own calls, with FSDP2 over gloo.
+
+Run in vLLM's environment, by `tests.engines.test_vllm_trainer`.
+"""
 
 from __future__ import annotations
 

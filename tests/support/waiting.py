@@ -22,7 +22,9 @@ def eventually(condition: Callable[[], object]) -> None:
 
 
 def processor_seconds(action: Callable[[], object]) -> float:
-    """Seconds of a processor that something takes in this process, its threads included; waits, and other processes' work, cost none."""
+    """Seconds of a processor that something takes in this process, its threads included; waits, and other processes'
+    work, cost none.
+    """
     begun = time.process_time()
     action()
     return time.process_time() - begun

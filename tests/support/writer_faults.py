@@ -102,9 +102,7 @@ class Outcome(NamedTuple):
 class HaltingSource(TensorSource):
     """Tensors of which some are written before ``halt`` is called, and the others after that."""
 
-    def __init__(
-        self, stream: Layout, tensors: Sequence[torch.Tensor], first: int, halt: Callable[[], None]
-    ) -> None:
+    def __init__(self, stream: Layout, tensors: Sequence[torch.Tensor], first: int, halt: Callable[[], None]) -> None:
         super().__init__(StagingPool(), stream, tensors)
         self._first = first
         self._halt = halt
@@ -130,9 +128,7 @@ class BusySource(TensorSource):
         super().__init__(StagingPool(), stream, tensors)
         self._halt = halt
 
-    def write(
-        self, copies: Sequence[Sequence[ByteCopy[int]]], memories: Sequence[MappedMemory]
-    ) -> WrittenCounts:
+    def write(self, copies: Sequence[Sequence[ByteCopy[int]]], memories: Sequence[MappedMemory]) -> WrittenCounts:
         torch.cuda._sleep(_BUSY_CYCLES)
         threading.Timer(_CLOSE_SECONDS, self._halt).start()
         return super().write(copies, memories)
@@ -223,7 +219,9 @@ def _follow(address: str, orders: Connection) -> None:
 
 
 def _forking_without_cuda() -> ForkServerContext:
-    """As `forking`, without what calls CUDA when it is imported, as Megatron does: a process that is forked after that cannot."""
+    """As `forking`, without what calls CUDA when it is imported, as Megatron does: a process that is forked after that
+    cannot.
+    """
     ranks.start_server(("torch", "weighbridge._trainers.trainer"))
     return multiprocessing.get_context("forkserver")
 

@@ -16,12 +16,12 @@ class Status(Enum):
 
 
 def partition(parameter: Any, rank: int, ranks: int, *, persistent: bool = False) -> None:
-    """Partition a parameter: the rank keeps its range, padded with numbers of no parameter, and the whole parameter too if it is persistent."""
+    """Partition a parameter: the rank keeps its range, padded with numbers of no parameter, and the whole parameter too
+    if it is persistent.
+    """
     whole = parameter.detach().clone()
     size = -(-whole.numel() // ranks)
-    padded = torch.cat(
-        [whole.reshape(-1), torch.full((size * ranks - whole.numel(),), -77.0, dtype=whole.dtype)]
-    )
+    padded = torch.cat([whole.reshape(-1), torch.full((size * ranks - whole.numel(),), -77.0, dtype=whole.dtype)])
     parameter.ds_id, parameter.ds_shape, parameter.ds_numel = 0, whole.shape, whole.numel()
     parameter.ds_tensor = padded[rank * size : (rank + 1) * size].clone()
     parameter.ds_tensor.ds_numel = size

@@ -1,8 +1,8 @@
 """Command line, ``weighbridge``: its commands, and how the process ends.
 
-May import: all of `weighbridge`; when a command runs, `weighbridge_service`, `weighbridge_storage` and `weighbridge_demo`. A
-command's module is imported when the command is named, and what does the work (grpc, torch, rich) when it runs, so that help
-comes at once.
+May import: all of `weighbridge`; when a command runs, `weighbridge_service`, `weighbridge_storage` and
+`weighbridge_demo`. A command's module is imported when the command is named, and what does the work (grpc, torch, rich)
+when it runs, so that help comes at once.
 
 - `looking`: models, versions, refs; verification.
 - `tagging`: tags, and what is asked for protected ones.
@@ -12,7 +12,8 @@ comes at once.
 - `gating`: which versions are held and which refs are protected, and approval.
 - `signing`: signatures of versions.
 - `removing`: deletion of versions and models, abort of pushes.
-- `showing`: what happens, as people are shown it: differences between versions, a service at work, proofs of engines, completion in shells.
+- `showing`: what happens, as people are shown it: differences between versions, a service at work, proofs of engines,
+  completion in shells.
 - `following`: an agent beside a running engine, and the engines whose agents report.
 - `relaying`: step folders between machines.
 - `serving`: the service, and the demonstration.
@@ -111,9 +112,7 @@ class _LazyGroup(click.Group):
         module = _MODULE_OF.get(cmd_name)
         if module is None:
             return None
-        found: click.Command = getattr(
-            importlib.import_module(f"weighbridge._cli.{module}"), f"{cmd_name}_command"
-        )
+        found: click.Command = getattr(importlib.import_module(f"weighbridge._cli.{module}"), f"{cmd_name}_command")
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -124,11 +123,7 @@ class _LazyGroup(click.Group):
             with formatter.section(title):
                 found = ((name, self.get_command(ctx, name)) for name in section)
                 formatter.write_dl(
-                    [
-                        (f"{name:<{wide}}", each.get_short_help_str(room))
-                        for name, each in found
-                        if each is not None
-                    ]
+                    [(f"{name:<{wide}}", each.get_short_help_str(room)) for name, each in found if each is not None]
                 )
 
     def resolve_command(
@@ -148,9 +143,7 @@ def _print_version(ctx: click.Context, _option: click.Parameter, asked: bool) ->
         ctx.exit()
 
 
-@click.group(
-    cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
-)
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option(
     "--version",
     is_flag=True,
@@ -163,7 +156,8 @@ def commands() -> None:
     """Move model weights from the machines that train to the machines that serve.
 
     MODEL is namespace/name. A version is a number or a ref: acme/smol@17, acme/smol@latest (the newest in the object
-    store), acme/smol@live (the newest that can be pulled), or a tag such as acme/smol@prod. latest and live pass by versions that are held.
+    store), acme/smol@live (the newest that can be pulled), or a tag such as acme/smol@prod. latest and live pass by
+    versions that are held.
     """
 
 
@@ -190,7 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.Abort:
         return _INTERRUPTED
     except BrokenPipeError:
-        # the program that reads our output has closed the pipe; the interpreter must not try to flush the rest when it ends
+        # the program that reads our output has closed the pipe; the interpreter must not try to flush the rest when it
+        # ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code

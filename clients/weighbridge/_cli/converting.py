@@ -67,9 +67,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     show_default=True,
     help="Memory limit for all processes together, whatever the size of the model.",
 )
-@click.option(
-    "--restart", is_flag=True, help="Start over, and discard what an interrupted conversion has left."
-)
+@click.option("--restart", is_flag=True, help="Start over, and discard what an interrupted conversion has left.")
 @click.option("--json", "as_json", is_flag=True, help="Print a report as JSON, also for errors.")
 def convert_command(
     source: Path,
@@ -86,10 +84,10 @@ def convert_command(
 ) -> None:
     """Convert checkpoints to Hugging Face folders, and back.
 
-    Of a Hugging Face folder, TARGET becomes a torch_dist checkpoint of Megatron-core. Of a checkpoint it becomes a Hugging Face
-    folder: of torch_dist, and of DCP and FSDP (a file for each rank, as verl's) whose parameters have its names. TARGET is new,
-    and appears when it is complete. No service is needed, and the model may be larger than memory. If the command is
-    interrupted, running it again continues where it stopped.
+    Of a Hugging Face folder, TARGET becomes a torch_dist checkpoint of Megatron-core. Of a checkpoint it becomes a
+    Hugging Face folder: of torch_dist, and of DCP and FSDP (a file for each rank, as verl's) whose parameters have its
+    names. TARGET is new, and appears when it is complete. No service is needed, and the model may be larger than
+    memory. If the command is interrupted, running it again continues where it stopped.
     """
     with needs_extra("service"):
         from weighbridge_service.converting.conversions import ConvertOptions
@@ -131,7 +129,8 @@ def convert_command(
         print_json(report)
         return
     say(
-        f"{target}: {readable_size(report.bytes)}, {counted(report.tensors, 'tensor')} in {counted(len(report.files), 'file')}, "
+        f"{target}: {readable_size(report.bytes)}, {counted(report.tensors, 'tensor')} in "
+        f"{counted(len(report.files), 'file')}, "
         f"{readable_duration(report.seconds)}"
     )
     print_left_out(report.left_out)

@@ -41,13 +41,18 @@ _GRACE_SECONDS = 900.0
     envvar=SERVER_VARIABLE,
     show_envvar=True,
     metavar="HOST:PORT[,...]",
-    help=f"The service's gRPC address, or those of its replicas.  [default: {DEFAULT_SERVER}, if a service answers here]",
+    help=(
+        f"The service's gRPC address, or those of its replicas.  [default: {DEFAULT_SERVER}, if a service answers here]"
+    ),
 )
 @click.option(
     "--store",
     type=StoreLocation(exists=True),
     metavar="LOCATION",
-    help="Also check this store, named as for serve: whether it honors conditional writes, and its clock. Writes small objects, and removes them again.",
+    help=(
+        "Also check this store, named as for serve: whether it honors conditional writes, and its "
+        "clock. Writes small objects, and removes them again."
+    ),
 )
 @click.option(
     "--memory-budget",
@@ -77,9 +82,9 @@ def doctor_command(
 ) -> None:
     """Find what is wrong with a service or a machine, and what to do.
 
-    Asks a running service: its store, what limits its memory, who holds it, and what a push of each model needs. Without one, says what
-    this machine allows one. Then, from here: ports, certificates, clocks, the local lane, shared memory, huge pages, and releases of other
-    packages. The exit code is 1 if a check fails.
+    Asks a running service: its store, what limits its memory, who holds it, and what a push of each model needs.
+    Without one, says what this machine allows one. Then, from here: ports, certificates, clocks, the local lane, shared
+    memory, huge pages, and releases of other packages. The exit code is 1 if a check fails.
     """
     checks = [
         *_of_service(named, server or "", memory_budget, scratch),
@@ -94,7 +99,9 @@ def doctor_command(
 
 
 def _of_service(named: str | None, server: str, memory_budget: int | None, scratch: Path) -> Iterator[Check]:
-    """Checks that a service reports about itself, or, without a service, those of this machine; then those of the connections to it."""
+    """Checks that a service reports about itself, or, without a service, those of this machine; then those of the
+    connections to it.
+    """
     from weighbridge._transport.addresses import Addresses
     from weighbridge._transport.credentials import Credentials
 
@@ -124,7 +131,10 @@ def _of_service(named: str | None, server: str, memory_budget: int | None, scrat
 
 
 def _told_address(servers: Sequence[str], credentials: Credentials) -> str:
-    """HTTP address that the first service to answer reports. Raises WeighbridgeError if none answers, or one refuses."""
+    """HTTP address that the first service to answer reports.
+
+    Raises WeighbridgeError if none answers, or one refuses.
+    """
     for server in servers[:-1]:
         with contextlib.suppress(Unavailable):
             return asking.told_address(server, credentials)

@@ -1,4 +1,6 @@
-"""Commands about running engines: one that keeps one on a ref, follow, and one that shows those of the service, engines."""
+"""Commands about running engines: one that keeps one on a ref, follow, and one that shows those of the service,
+engines.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ def _draft(ctx: click.Context, param: click.Parameter, text: str | None) -> tupl
     "chosen",
     multiple=True,
     metavar="PATTERN[@REF]",
-    help="Adapters on the model that the engine is to load before a request names them (vLLM with weighbridge's middleware), as 'acme/*': those versions that the ref names, by default latest, "
+    help="Adapters on the model that the engine is to load before a request names them (vLLM with "
+    "weighbridge's middleware), as 'acme/*': those versions that the ref names, by default "
+    "latest, "
     "when it moves and after each update.",
 )
 @click.option(
@@ -110,9 +114,7 @@ def _draft(ctx: click.Context, param: click.Parameter, text: str | None) -> tupl
     metavar="HOST:PORT",
     help="The service's address as the engine reaches it.  [default: --server]",
 )
-@click.option(
-    "--lane", type=click.Choice(["grpc", "local", "auto"]), help="How weights travel to the engine."
-)
+@click.option("--lane", type=click.Choice(["grpc", "local", "auto"]), help="How weights travel to the engine.")
 @click.option(
     "--count",
     type=WholeNumber(min=1),
@@ -132,7 +134,10 @@ def _draft(ctx: click.Context, param: click.Parameter, text: str | None) -> tupl
     "status_path",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Maintain a JSON file with the state of the engine: its version, how many versions it is behind, since when the service cannot be reached.",
+    help=(
+        "Maintain a JSON file with the state of the engine: its version, how many versions it is "
+        "behind, since when the service cannot be reached."
+    ),
 )
 @click.option(
     "--prove",
@@ -154,7 +159,8 @@ def _draft(ctx: click.Context, param: click.Parameter, text: str | None) -> tupl
     "--max-drift",
     type=click.FloatRange(min=0.0),
     metavar="X",
-    help="Largest difference of log probabilities in golden prompts; above it the engine is failing, and gets the version again.  "
+    help="Largest difference of log probabilities in golden prompts; above it the engine is "
+    "failing, and gets the version again.  "
     "[default: the version's own bound, if it has one]",
 )
 @click.option(
@@ -165,11 +171,12 @@ def _draft(ctx: click.Context, param: click.Parameter, text: str | None) -> tupl
 @click.option(
     "--ask-token",
     is_flag=True,
-    help="Request one token from the engine after each update, and report how long it took until the engine had answered with the new weights.",
+    help=(
+        "Request one token from the engine after each update, and report how long it took until "
+        "the engine had answered with the new weights."
+    ),
 )
-@click.option(
-    "--force", is_flag=True, help="Follow even if the engine reports that it serves a different model."
-)
+@click.option("--force", is_flag=True, help="Follow even if the engine reports that it serves a different model.")
 @client_options
 @click.pass_context
 def follow_command(
@@ -200,10 +207,10 @@ def follow_command(
 ) -> None:
     """Keep a running vLLM or SGLang server on a ref's version.
 
-    Each new version is fetched while the server answers; then it is paused, gets it, and goes on. On any failure it keeps the version
-    that it has. One line a version. While a server cannot be reached, this is reported again and again, with the time since when; once
-    it is back, it gets the version that it should have. With --require-signature it fetches nothing of a version that is not signed so,
-    and takes the version when it is.
+    Each new version is fetched while the server answers; then it is paused, gets it, and goes on. On any failure it
+    keeps the version that it has. One line a version. While a server cannot be reached, this is reported again and
+    again, with the time since when; once it is back, it gets the version that it should have. With --require-signature
+    it fetches nothing of a version that is not signed so, and takes the version when it is.
     """
     from weighbridge._reporting.reporter import EngineReporter
     from weighbridge.follow.adapters import Chosen, LoadsAhead, TakesAdapters
@@ -358,8 +365,9 @@ _BESIDES = ("REF", "HEARD", "LAST UPDATE", "STEP", "PROOF", "GOLDEN", "NOTE")
 def engines_command(model: str | None, server: str, as_json: bool) -> None:
     """Show what engines serve, and how far behind they are.
 
-    Those of MODEL, or of all models, as their agents report. An engine is stale when its agent was not heard for three reports (15 s), and
-    gone after a minute. What engines that are not gone serve or draft by is kept, whatever the retention says.
+    Those of MODEL, or of all models, as their agents report. An engine is stale when its agent was not heard for three
+    reports (15 s), and gone after a minute. What engines that are not gone serve or draft by is kept, whatever the
+    retention says.
     """
     with client_of(server) as client:
         found = client.engines(model)
@@ -379,9 +387,7 @@ def engines_command(model: str | None, server: str, as_json: bool) -> None:
 
 
 def _engine_row(engine: Engine, now_ms: float) -> tuple[str, ...]:
-    update = (
-        f"to {engine.update_version}, {readable_age(engine.update_time_ms, now_ms)} ago, {engine.update_text}"
-    )
+    update = f"to {engine.update_version}, {readable_age(engine.update_time_ms, now_ms)} ago, {engine.update_text}"
     proof = f"{engine.proof_text}, {engine.proof_when}{readable_age(engine.proof_time_ms, now_ms)} ago"
     notes = [engine.error, "" if engine.proof_error in engine.error else engine.proof_error]
     return (

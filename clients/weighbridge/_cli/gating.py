@@ -63,9 +63,9 @@ def gate_command(
 ) -> None:
     """Show or set which versions are held and which refs protected.
 
-    live and latest pass by a version that is held, until it is approved. What is said goes for versions that are pushed from then
-    on; what is left out stays as it is. A protected ref is changed by those alone of whose scopes one names it. Without any option
-    the gate is shown.
+    live and latest pass by a version that is held, until it is approved. What is said goes for versions that are pushed
+    from then on; what is left out stays as it is. A protected ref is changed by those alone of whose scopes one names
+    it. Without any option the gate is shown.
     """
     if approvals is not None and protect is None:
         raise click.UsageError("--approvals needs --protect REF")
@@ -111,10 +111,11 @@ def approve_command(
 ) -> None:
     """Approve a version that is held, or a change of a protected REF.
 
-    live and latest then name the version, unless they name a newer one; they pass by what is held, so it is named by its number, or by a tag.
+    live and latest then name the version, unless they name a newer one; they pass by what is held, so it is named by
+    its number, or by a tag.
 
-    With REF, which is protected, MODEL@NUMBER approves that it names this version, if that is what another identity has asked for. Other
-    requests are named by --request.
+    With REF, which is protected, MODEL@NUMBER approves that it names this version, if that is what another identity has
+    asked for. Other requests are named by --request.
     """
     if ref is not None:
         _approve_request(reference, ref, request_id, note, server, as_json)

@@ -14,12 +14,11 @@ from weighbridge._core.text.extras import needs_extra
 def token_command(as_json: bool) -> None:
     """Make a new token.
 
-    Give the token to the client that it is to identify (WEIGHBRIDGE_TOKEN), and put the digest into the policy of the service (--policy).
+    Give the token to the client that it is to identify (WEIGHBRIDGE_TOKEN), and put the digest into the policy of the
+    service (--policy).
     """
     with needs_extra("service"):
         from weighbridge_service.access.tokens import digest, new_token
 
     token = new_token()
-    print_result(
-        {"token": token, "digest": digest(token)}, as_json, f"token   {token}", f"digest  {digest(token)}"
-    )
+    print_result({"token": token, "digest": digest(token)}, as_json, f"token   {token}", f"digest  {digest(token)}")

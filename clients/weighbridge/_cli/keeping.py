@@ -81,9 +81,10 @@ def retention_command(
 ) -> None:
     """Show or set which versions of a model are kept.
 
-    A version is kept if one of the rules keeps it, a ref names it or an engine serves it (`weighbridge engines`); the others are
-    deleted some time later. New rules replace all that were there. Without any option the rules are shown. Training states, versions
-    of MODEL:training, have rules of their own, which --keep-training-last, --keep-training-every-steps and --keep-training-every-numbers set as well.
+    A version is kept if one of the rules keeps it, a ref names it or an engine serves it (`weighbridge engines`); the
+    others are deleted some time later. New rules replace all that were there. Without any option the rules are shown.
+    Training states, versions of MODEL:training, have rules of their own, which --keep-training-last,
+    --keep-training-every-steps and --keep-training-every-numbers set as well.
     """
     rules = Retention(keep_last or 0, keep_every or 0, keep_younger_s or 0, keep_every_steps or 0)
     training = Retention(
@@ -117,8 +118,9 @@ def retention_command(
 def collect_command(ctx: click.Context, model: str, dry_run: bool, server: str, as_json: bool) -> None:
     """Delete now what no rule of retention keeps of a model.
 
-    Services do so by themselves every ten minutes (`serve --collect-every`). A version that is not kept is taken out of history first, and its
-    files are deleted by a collection after the grace time. The exit code is 1 if a deletion failed.
+    Services do so by themselves every ten minutes (`serve --collect-every`). A version that is not kept is taken out of
+    history first, and its files are deleted by a collection after the grace time. The exit code is 1 if a deletion
+    failed.
     """
     with client_of(server) as client:
         report = client.collect(model, dry_run=dry_run)
@@ -159,9 +161,7 @@ def _show(report: Collection) -> None:
 
 def _why_it_is_kept(version: KeptVersion) -> str:
     engines = [f"served by {', '.join(version.engines)}"] if version.engines else []
-    rules = [
-        "no rule of retention is set" if rule == RULE_KEEP_EVERYTHING else rule for rule in version.rules
-    ]
+    rules = ["no rule of retention is set" if rule == RULE_KEEP_EVERYTHING else rule for rule in version.rules]
     refs = [f"named by {', '.join(version.refs)}"] if version.refs else []
     return ", ".join([*rules, *refs, *engines])
 
@@ -178,8 +178,8 @@ def _why_it_waits(until_ms: int, readers: int) -> str:
 def warm_command(ctx: click.Context, model: str, server: str, as_json: bool) -> None:
     """Allocate memory ahead of a model's first pushes.
 
-    The memory is free room within the service's memory budget; another model that needs it can take it. The exit code is 1 if there is
-    less than successive pushes need.
+    The memory is free room within the service's memory budget; another model that needs it can take it. The exit code
+    is 1 if there is less than successive pushes need.
     """
     with client_of(server) as client:
         memory = client.warm(model)
@@ -187,7 +187,8 @@ def warm_command(ctx: click.Context, model: str, server: str, as_json: bool) -> 
         print_json(memory)
     else:
         say(
-            f"{model}: memory for {memory.images} of {counted(memory.wanted, 'image')}, {readable_size(memory.image_bytes)} each"
+            f"{model}: memory for {memory.images} of {counted(memory.wanted, 'image')}, "
+            f"{readable_size(memory.image_bytes)} each"
         )
         if memory.images < memory.wanted:
             say("there is no room for more: `weighbridge doctor` reports what limits it", err=True)
@@ -216,7 +217,6 @@ def usage_command(server: str, as_json: bool) -> None:
 
 def _usage_row(quota: Quota) -> tuple[str, str, str, str]:
     used, limit = (
-        readable_size(number) if quota.kind in _IN_BYTES else str(number)
-        for number in (quota.used, quota.limit)
+        readable_size(number) if quota.kind in _IN_BYTES else str(number) for number in (quota.used, quota.limit)
     )
     return quota.kind, quota.of, used, limit

@@ -66,9 +66,7 @@ def _type_text(model: Model) -> str:
 
 @click.command("versions", cls=Command)
 @click.argument("model", shell_complete=completing.models)
-@click.option(
-    "--all", "include_invisible", is_flag=True, help="Also those being received, and those that failed."
-)
+@click.option("--all", "include_invisible", is_flag=True, help="Also those being received, and those that failed.")
 @click.option(
     "--where",
     multiple=True,
@@ -133,7 +131,10 @@ def versions_command(
 
 
 def _check_keys(model: str, where: Sequence[str], versions: Sequence[Version]) -> None:
-    """Refuse comparisons with keys that no version has, or of numbers with texts. Raises InvalidArgument, which names the keys that exist."""
+    """Refuse comparisons with keys that no version has, or of numbers with texts.
+
+    Raises InvalidArgument, which names the keys that exist.
+    """
     known = sorted({key for version in versions for key in version.metadata})
     unknown = [each.key for each in conditions(where) if each.key not in known]
     if unknown and known:
@@ -193,9 +194,7 @@ def show_command(reference: Reference, with_tensors: bool, server: str, as_json:
             "requests": requests,
         }
         if tensors is not None:
-            shown["tensors"] = [
-                {"name": t.name, "dtype": t.dtype.name, "shape": list(t.shape)} for t in tensors
-            ]
+            shown["tensors"] = [{"name": t.name, "dtype": t.dtype.name, "shape": list(t.shape)} for t in tensors]
         print_json(shown)
         return
     lines = [
@@ -225,7 +224,10 @@ def _newest_state(client: EngineClient, model: str) -> Version | None:
 
 
 def _kind_lines(model: Model, version: Version | None) -> list[tuple[str, str]]:
-    """Lines on the contents of a model's versions. Training states differ from each other, so theirs give the size of the one shown."""
+    """Lines on the contents of a model's versions.
+
+    Training states differ from each other, so theirs give the size of the one shown.
+    """
     if is_training(model.name):
         size = "" if version is None else f", {readable_size(version.tensor_bytes)} in the one shown"
         return [("type", f"training states{size}")]
@@ -280,9 +282,7 @@ def _version_lines(version: Version, refs: Mapping[str, int]) -> list[tuple[str,
 @click.option("--ref", show_default=REF_LIVE, help="Ref to watch.", shell_complete=completing.refs)
 @click.option("--count", type=WholeNumber(min=1), help="Exit after this many versions.")
 @client_options
-def watch_command(
-    reference: Reference, ref: str | None, count: int | None, server: str, as_json: bool
-) -> None:
+def watch_command(reference: Reference, ref: str | None, count: int | None, server: str, as_json: bool) -> None:
     """Print each version that a ref comes to name.
 
     Begins with the one it names now; one line a version. Waits out a service that restarts.
@@ -295,9 +295,12 @@ def watch_command(
 
 
 def say_if_absent(client: EngineClient, model: str, ref: str) -> Model | None:
-    """Return the model if it is registered. Otherwise, or if it lacks a ref that the caller is about to wait for, say so on stderr.
+    """Return the model if it is registered.
 
-    A service that cannot be reached, or a name that no model can have, is an error now; callers wait out a service that goes away later.
+    Otherwise, or if it lacks a ref that the caller is about to wait for, say so on stderr.
+
+    A service that cannot be reached, or a name that no model can have, is an error now; callers wait out a service that
+    goes away later.
     """
     found: Model | None = None
     try:
@@ -336,11 +339,12 @@ def say_if_absent(client: EngineClient, model: str, ref: str) -> Model | None:
     "chains",
     type=FILE,
     multiple=True,
-    help="File of authorities (PEM), one of which must have issued the signer's certificate; if given several times, one of each file.",
+    help=(
+        "File of authorities (PEM), one of which must have issued the signer's certificate; if "
+        "given several times, one of each file."
+    ),
 )
-@click.option(
-    "--all", "all_versions", is_flag=True, help="Check all stored versions of the model, the newest first."
-)
+@click.option("--all", "all_versions", is_flag=True, help="Check all stored versions of the model, the newest first.")
 @click.option(
     "--resume",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -365,9 +369,7 @@ def verify_command(
     Without @VERSION it is the latest one, or with --all each that is stored. The exit code is 1 if anything differs.
     """
     if by_signature != bool(keys or chains):
-        raise click.UsageError(
-            "--signature and whom to trust, --key or --certificate-chain, must be given together"
-        )
+        raise click.UsageError("--signature and whom to trust, --key or --certificate-chain, must be given together")
     if all_versions and (by_signature or reference.version):
         raise click.UsageError("--all takes a model without @VERSION, and excludes --signature")
     if resume is not None and not all_versions:

@@ -31,7 +31,8 @@ _DONE = {"drop": "removed from the history", "stray": "deleted"}
 @click.option(
     "--drop-damaged",
     is_flag=True,
-    help="With --repair: also delete versions whose files are missing, with the refs that name them. Their other files stay for the "
+    help="With --repair: also delete versions whose files are missing, with the refs that name "
+    "them. Their other files stay for the "
     "grace time.",
 )
 @click.option(
@@ -58,9 +59,10 @@ def fsck_command(
 ) -> None:
     """Check that what lies in a store is whole and agrees.
 
-    STORE is a folder or s3://BUCKET/PREFIX, as for serve. Files are looked for, and their sizes compared with the manifests; with
-    --digests, their contents are read and compared, too. No service is needed, and one may run. --repair rebuilds a head or a history that is lost or damaged from the manifests, makes block
-    digests anew, and deletes what belongs to no version. The exit code is 1 if anything is wrong, and stays so.
+    STORE is a folder or s3://BUCKET/PREFIX, as for serve. Files are looked for, and their sizes compared with the
+    manifests; with --digests, their contents are read and compared, too. No service is needed, and one may run.
+    --repair rebuilds a head or a history that is lost or damaged from the manifests, makes block digests anew, and
+    deletes what belongs to no version. The exit code is 1 if anything is wrong, and stays so.
     """
     if drop_damaged and not repair:
         raise click.UsageError("--drop-damaged needs --repair")
@@ -158,9 +160,7 @@ def _show_checked(model: CheckedModel, contents: _Contents | None) -> None:
     else:
         read = "" if left else "; contents were not read: --digests reads them"
         well = "names, sizes and manifests are correct"
-    say(
-        f"{model.name}: {counted(left, 'problem') if left else well} ({counted(model.versions, 'version')}){read}"
-    )
+    say(f"{model.name}: {counted(left, 'problem') if left else well} ({counted(model.versions, 'version')}){read}")
     if model.fix:
         say(f"  What to do: {model.fix}")
     if differing:

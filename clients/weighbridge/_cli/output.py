@@ -29,8 +29,8 @@ _APART = 2
 def say(*lines: str, err: bool = False) -> None:
     """Print lines to stdout or stderr.
 
-    Strings from other sources in them, such as names and reasons, are escaped, so that they contain neither terminal control sequences nor line
-    breaks.
+    Strings from other sources in them, such as names and reasons, are escaped, so that they contain neither terminal
+    control sequences nor line breaks.
     """
     click.echo("\n".join(map(plain, lines)), err=err)
 
@@ -58,18 +58,17 @@ def print_result(found: Any, as_json: bool, *lines: str, one_line: bool = False)
 
 
 def print_json(value: Any, *, one_line: bool = False) -> None:
-    """Print one JSON document to stdout, of values and of dataclasses that are `JsonValue`. Terminal control sequences in its strings are escaped."""
+    """Print one JSON document to stdout, of values and of dataclasses that are `JsonValue`.
+
+    Terminal control sequences in its strings are escaped.
+    """
     text = json.dumps(json_value(value), indent=None if one_line else 2, ensure_ascii=False)
     if not text.isprintable():
-        text = "".join(
-            each if each.isprintable() or each == "\n" else json.dumps(each)[1:-1] for each in text
-        )
+        text = "".join(each if each.isprintable() or each == "\n" else json.dumps(each)[1:-1] for each in text)
     click.echo(text)
 
 
-def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[object]], *, below: Collection[str] = ()
-) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, below: Collection[str] = ()) -> None:
     """Print a table to stdout, as plain text if stdout is not a terminal.
 
     Args:
@@ -190,7 +189,8 @@ def progress_bar(what: str, *, counted: bool = False) -> Iterator[Callable[[int,
 
 @contextmanager
 def progress_phases(what: str, first: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A line on stderr that shows the current phase and its duration while the block runs; no line if stderr is not a terminal.
+    """A line on stderr that shows the current phase and its duration while the block runs; no line if stderr is not a
+    terminal.
 
     Args:
         what: name of the work.
@@ -229,8 +229,4 @@ def progress_phases(what: str, first: str) -> Iterator[Callable[[str, int, int],
 
 def readable_time(unix_ms: int) -> str:
     """A readable time in the local time zone; ``-`` if the event has not happened."""
-    return (
-        datetime.fromtimestamp(unix_ms / 1000).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
-        if unix_ms
-        else "-"
-    )
+    return datetime.fromtimestamp(unix_ms / 1000).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z") if unix_ms else "-"

@@ -76,12 +76,11 @@ def ref_of(reference: Reference, named: str | None, default: str) -> str:
     """
     ref = reference.version or named or default
     if named is not None and named != ref:
-        raise click.UsageError(
-            f"{reference.model}@{ref} names {ref}, and --ref names {named}: name the ref once"
-        )
+        raise click.UsageError(f"{reference.model}@{ref} names {ref}, and --ref names {named}: name the ref once")
     if ref.isdigit():
         raise click.UsageError(
-            f"{reference.model}@{ref} is one version, which never changes: name a ref, such as {reference.model}@{default}"
+            f"{reference.model}@{ref} is one version, which never changes: name a ref, such as "
+            f"{reference.model}@{default}"
         )
     return ref
 

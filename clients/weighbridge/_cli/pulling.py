@@ -49,17 +49,11 @@ def _layer_range(ctx: click.Context, param: click.Parameter, text: str | None) -
     required=True,
     help="A new folder; for one rank's slices, a folder that other ranks may write to as well.",
 )
-@click.option(
-    "--tp-size", type=_SIZE, help="Number of tensor-parallel ranks: pull only the slices of one of them."
-)
+@click.option("--tp-size", type=_SIZE, help="Number of tensor-parallel ranks: pull only the slices of one of them.")
 @click.option("--tp-rank", type=_RANK, help="Which of them, from 0.")
-@click.option(
-    "--ep-size", type=_SIZE, help="Number of expert-parallel ranks: pull only the experts of one of them."
-)
+@click.option("--ep-size", type=_SIZE, help="Number of expert-parallel ranks: pull only the experts of one of them.")
 @click.option("--ep-rank", type=_RANK, help="Which of them, from 0.")
-@click.option(
-    "--etp-size", type=_SIZE, help="Number of ranks that share the matrices of each expert.  [default: 1]"
-)
+@click.option("--etp-size", type=_SIZE, help="Number of ranks that share the matrices of each expert.  [default: 1]")
 @click.option("--etp-rank", type=_RANK, help="Which of them, from 0.")
 @click.option(
     "--layers",
@@ -93,9 +87,9 @@ def pull_command(
     """Pull a version, or one rank's slices of it.
 
     The whole version becomes a Hugging Face folder that transformers loads. One rank's slices go to the file
-    model-tp{RANK}-of-{SIZE}.safetensors (-ep{RANK}-of-{SIZE}, -etp{RANK}-of-{SIZE}, -layers{A}-{B} follow where they are
-    asked for), with Hugging Face's names, and config.json beside it. Its __metadata__ says which part of each tensor they
-    are.
+    model-tp{RANK}-of-{SIZE}.safetensors (-ep{RANK}-of-{SIZE}, -etp{RANK}-of-{SIZE}, -layers{A}-{B} follow where they
+    are asked for), with Hugging Face's names, and config.json beside it. Its __metadata__ says which part of each
+    tensor they are.
     """
     _check_together(tp_size=tp_size, tp_rank=tp_rank)
     _check_together(ep_size=ep_size, ep_rank=ep_rank)
@@ -135,7 +129,10 @@ def pull_command(
     "--format",
     "checkpoint_format",
     type=click.Choice(["torch_dist", "dcp"]),
-    help="For a training state: Megatron-core's checkpoints, or those of torch.distributed.checkpoint.  [default: its trainer's]",
+    help=(
+        "For a training state: Megatron-core's checkpoints, or those of "
+        "torch.distributed.checkpoint.  [default: its trainer's]"
+    ),
 )
 @click.option(
     "--replace",
@@ -155,8 +152,9 @@ def export_command(
 ) -> None:
     """Write a version in another dtype or size of files.
 
-    FOLDER is new or empty, and becomes a Hugging Face folder that transformers loads. A training state, MODEL:training@VERSION, becomes a
-    checkpoint with optimizer: of a Megatron-core trainer what Megatron-LM takes as --load, of others one of torch.distributed.checkpoint.
+    FOLDER is new or empty, and becomes a Hugging Face folder that transformers loads. A training state,
+    MODEL:training@VERSION, becomes a checkpoint with optimizer: of a Megatron-core trainer what Megatron-LM takes as
+    --load, of others one of torch.distributed.checkpoint.
     """
     if is_training(reference.model):
         if dtype is not None:
@@ -167,7 +165,10 @@ def export_command(
         option = "--replace" if checkpoint_format is None else "--format"
         raise InvalidArgument(
             f"{option} is for training states, and {reference.model} has weights",
-            fix=f"name the training state: {training_of(reference.model)}@{reference.version}; of weights, convert the folder",
+            fix=(
+                f"name the training state: {training_of(reference.model)}@{reference.version}; of "
+                "weights, convert the folder"
+            ),
         )
     with engine_of(server) as client:
         settings = {"dtype": dtype, "max_shard_bytes": max_shard_size}
@@ -230,9 +231,9 @@ def restore_command(
 ) -> None:
     """Restore what one Megatron-core rank holds.
 
-    They go to the file megatron-tp{R}-of-{T}-pp{Q}-of-{P}.safetensors (with experts -ep{..}-of-{..} and so on behind it),
-    with Megatron-core's keys, one a layer and expert, each as the rank's own parameter is: gate and up of SwiGLU together.
-    Its __metadata__ says which part of the global tensor they are.
+    They go to the file megatron-tp{R}-of-{T}-pp{Q}-of-{P}.safetensors (with experts -ep{..}-of-{..} and so on behind
+    it), with Megatron-core's keys, one a layer and expert, each as the rank's own parameter is: gate and up of SwiGLU
+    together. Its __metadata__ says which part of the global tensor they are.
     """
     _check_together(tp_size=tp_size, tp_rank=tp_rank)
     _check_together(pp_size=pp_size, pp_rank=pp_rank)

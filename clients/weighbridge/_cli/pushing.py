@@ -66,7 +66,10 @@ def _push_options(function: F) -> F:
             "--golden",
             type=click.Path(dir_okay=False, path_type=Path),
             metavar="FILE",
-            help="Golden prompts of the version, as `weighbridge golden --make` writes them: engines are asked these when they serve it.",
+            help=(
+                "Golden prompts of the version, as `weighbridge golden --make` writes them: "
+                "engines are asked these when they serve it."
+            ),
         ),
         click.option(
             "--max-drift",
@@ -105,8 +108,9 @@ def register_command(
 ) -> None:
     """Register a model by a Hugging Face folder, without its weights.
 
-    Its config.json, tokenizer and so on become MODEL's; weights come with the first push of a trainer, or of `weighbridge push`, which casts
-    them to the dtype that is registered. Of a model that is registered already the files are replaced; its dtype stays as it is once it has versions.
+    Its config.json, tokenizer and so on become MODEL's; weights come with the first push of a trainer, or of
+    `weighbridge push`, which casts them to the dtype that is registered. Of a model that is registered already the
+    files are replaced; its dtype stays as it is once it has versions.
     """
     with trainer_of(server) as client:
         found = client.register_model(model, hf_dir, dtype=dtype or "", weight_map=not no_weight_map)
@@ -141,7 +145,10 @@ def register_command(
 @click.option(
     "--training",
     is_flag=True,
-    help="Keep a checkpoint of Megatron-core or torch, with its optimizer, as a training state of MODEL, which is registered.",
+    help=(
+        "Keep a checkpoint of Megatron-core or torch, with its optimizer, as a training state of "
+        "MODEL, which is registered."
+    ),
 )
 @click.option(
     "--base",
@@ -171,9 +178,11 @@ def import_command(
 ) -> None:
     """Register a model and push its first weights.
 
-    FOLDER is a folder that save_pretrained() has written, or a checkpoint: torch_dist of Megatron-core, DCP of torch, or one
-    of FSDP with a file for each rank, as verl's; its config.json, tokenizer and so on become MODEL's. If MODEL is registered
-    already, its files are replaced and the weights become a further version. With --base, FOLDER is an adapter that peft has saved. With --training, a checkpoint becomes a version of MODEL:training, tensor by tensor as it is.
+    FOLDER is a folder that save_pretrained() has written, or a checkpoint: torch_dist of Megatron-core, DCP of torch,
+    or one of FSDP with a file for each rank, as verl's; its config.json, tokenizer and so on become MODEL's. If MODEL
+    is registered already, its files are replaced and the weights become a further version. With --base, FOLDER is an
+    adapter that peft has saved. With --training, a checkpoint becomes a version of MODEL:training, tensor by tensor as
+    it is.
     """
     options = _options(allow_nonfinite, candidate, metadata, golden, max_drift)
     with needs_extra("torch"):
@@ -195,9 +204,7 @@ def import_command(
 
         with trainer_of(server) as client:
             step = (step_of_folder(folder) or 0) if step is None else step
-            push = partial(
-                client.import_adapter, model, folder, base=base, step=step, run="import", **options
-            )
+            push = partial(client.import_adapter, model, folder, base=base, step=step, run="import", **options)
             version, _ = _pushed(client, model, push)
         _report_pushed(version, as_json)
         return
@@ -279,9 +286,7 @@ def _import_checkpoint(
 @click.argument("hf_dir", type=_FOLDER)
 @click.argument("model", shell_complete=completing.models)
 @click.option("--step", type=WholeNumber(min=0), required=True, help="Recorded with the version.")
-@click.option(
-    "--run", default="default", show_default=True, help="Name of the training run, recorded as well."
-)
+@click.option("--run", default="default", show_default=True, help="Name of the training run, recorded as well.")
 @click.option(
     "--cast",
     type=click.Choice(["allow", "exact", "never"]),
@@ -307,7 +312,8 @@ def push_command(
 ) -> None:
     """Push a Hugging Face folder as a new version.
 
-    Its config.json, tokenizer and other files become MODEL's; MODEL keeps those that the folder does not have. Waits until the version is in the object store.
+    Its config.json, tokenizer and other files become MODEL's; MODEL keeps those that the folder does not have. Waits
+    until the version is in the object store.
     """
     options = _options(allow_nonfinite, candidate, metadata, golden, max_drift)
     with needs_extra("torch"):
@@ -324,8 +330,7 @@ def _tell_of_casts(handle: PushHandle) -> None:
     if report.cast_tensors:
         exact = "exact" if report.widened_tensors == report.cast_tensors else "rounded"
         say(
-            counted(report.cast_tensors, "tensor was", "tensors were")
-            + f" cast to the model's dtype ({exact})",
+            counted(report.cast_tensors, "tensor was", "tensors were") + f" cast to the model's dtype ({exact})",
             err=True,
         )
 
@@ -352,9 +357,7 @@ def phase_of(version: Version) -> tuple[str, int, int]:
             return state.value, version.received_bytes, version.tensor_bytes
 
 
-def _finish(
-    client: TrainerClient, handle: PushHandle, model: str, on_progress: Callable[[Version], None]
-) -> Version:
+def _finish(client: TrainerClient, handle: PushHandle, model: str, on_progress: Callable[[Version], None]) -> Version:
     try:
         return handle.wait(on_progress=on_progress)
     except (KeyboardInterrupt, WeighbridgeError) as error:

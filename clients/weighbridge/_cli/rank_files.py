@@ -2,8 +2,9 @@
 
 Tensors have the names of the layout that they come from, and the shape of the rank's part. A tensor of which the rank
 holds several boxes (gate and up) is those boxes, concatenated in order along the axis on which they lie apart, as the
-rank's own parameter is. The header's ``__metadata__`` has, under ``shards``, the JSON text ``{name: {"shape": [...], "boxes":
-[{"offset": [...], "extent": [...]}, ...]}}``: the tensor's global shape, and where in it the boxes lie.
+rank's own parameter is. The header's ``__metadata__`` has, under ``shards``, the JSON text
+``{name: {"shape": [...], "boxes": [{"offset": [...], "extent": [...]}, ...]}}``: the tensor's global shape, and where
+in it the boxes lie.
 """
 
 from __future__ import annotations

@@ -30,17 +30,15 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 @click.command("relay", cls=Command)
 @click.argument("model", shell_complete=completing.models)
-@click.option(
-    "--from", "source", type=_FOLDER, help="Where a trainer writes its steps: each becomes a version."
-)
-@click.option(
-    "--to", "target", type=_FOLDER, help="Where engines look for steps: each version becomes a folder."
-)
+@click.option("--from", "source", type=_FOLDER, help="Where a trainer writes its steps: each becomes a version.")
+@click.option("--to", "target", type=_FOLDER, help="Where engines look for steps: each version becomes a folder.")
 @click.option(
     "--name",
     default="step_{step}",
     show_default=True,
-    help="Name of a step's folder; {step:07d} with leading zeros, step_{step}/weight if the weights are in a subfolder.",
+    help=(
+        "Name of a step's folder; {step:07d} with leading zeros, step_{step}/weight if the weights are in a subfolder."
+    ),
 )
 @click.option(
     "--marker",
@@ -52,7 +50,9 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     "--config",
     "hf_dir",
     type=_FOLDER,
-    help="With --from: a folder with config.json and the tokenizer, from which MODEL is registered if it does not exist.",
+    help=(
+        "With --from: a folder with config.json and the tokenizer, from which MODEL is registered if it does not exist."
+    ),
 )
 @click.option(
     "--run",
@@ -106,9 +106,10 @@ def relay_command(
 ) -> None:
     """Relay step folders between machines.
 
-    They need no common file system. Beside the trainer, --from pushes the newest step, once its marker is there, as a version of MODEL.
-    Beside the engines, --to writes each version that a ref comes to name to a folder of the same step, once MODEL is registered; its
-    marker comes last, and the last few folders stay. One line a step. Either goes on where it was when it is started again.
+    They need no common file system. Beside the trainer, --from pushes the newest step, once its marker is there, as a
+    version of MODEL. Beside the engines, --to writes each version that a ref comes to name to a folder of the same
+    step, once MODEL is registered; its marker comes last, and the last few folders stay. One line a step. Either goes
+    on where it was when it is started again.
     """
     from weighbridge.relay.steps import StepNames
 
@@ -149,9 +150,7 @@ def _check_registered(client: TrainerClient, model: str) -> None:
         raise NotFound(error.message, fix=fix) from error
 
 
-def _incoming(
-    server: str, model: str, target: Path, names: StepNames, keep: int, ref: str
-) -> Iterator[Relayed]:
+def _incoming(server: str, model: str, target: Path, names: StepNames, keep: int, ref: str) -> Iterator[Relayed]:
     from weighbridge.relay.incoming import Incoming
     from weighbridge.relay.places import StepPlaces
 

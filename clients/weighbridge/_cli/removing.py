@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 def delete_command(reference: Reference, yes: bool, force: bool, server: str, as_json: bool) -> None:
     """Delete a version, or a model with all of its versions.
 
-    A version that a ref names cannot be deleted, and what adapters are on only with --force. One that is deleted is in no list from then on, and its objects go after the grace time. A deleted model's name can be registered again at once,
-    also with other tensors.
+    A version that a ref names cannot be deleted, and what adapters are on only with --force. One that is deleted is in
+    no list from then on, and its objects go after the grace time. A deleted model's name can be registered again at
+    once, also with other tensors.
     """
     if reference.version:
         _delete_version(reference, force, server, as_json)
@@ -83,8 +84,8 @@ def _at_a_terminal() -> bool:
 def abort_command(reference: Reference, reason: str, server: str, as_json: bool) -> None:
     """Abort a version that is being received.
 
-    Its ranks are notified. A version that is visible but cannot be made durable can be aborted, too. `weighbridge versions MODEL --all`
-    lists what is being received.
+    Its ranks are notified. A version that is visible but cannot be made durable can be aborted, too.
+    `weighbridge versions MODEL --all` lists what is being received.
     """
     number = _number(
         reference,

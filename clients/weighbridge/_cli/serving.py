@@ -69,7 +69,10 @@ from weighbridge._core.text.extras import needs_extra
     callback=size,
     default="16GiB",
     show_default=True,
-    help="Limit of disk space in the scratch folder for the cache of what pulls read from S3; not used if the store is a folder.",
+    help=(
+        "Limit of disk space in the scratch folder for the cache of what pulls read from S3; not "
+        "used if the store is a folder."
+    ),
 )
 @click.option(
     "--bulk-port",
@@ -95,8 +98,10 @@ from weighbridge._core.text.extras import needs_extra
     multiple=True,
     type=WholeNumber(min=0),
     metavar="UID",
-    help="A user, besides the service's own, whose trainers write weights to the service's memory themselves; can be given several times. "
-    "Others push by gRPC. These users could change that memory later: name only those whom you would let run as the service's user.",
+    help="A user, besides the service's own, whose trainers write weights to the service's memory "
+    "themselves; can be given several times. "
+    "Others push by gRPC. These users could change that memory later: name only those whom "
+    "you would let run as the service's user.",
 )
 @click.option(
     "--receive-timeout",
@@ -135,7 +140,10 @@ from weighbridge._core.text.extras import needs_extra
     default=5.0,
     show_default=True,
     metavar="SECONDS",
-    help="How often agents report what their engines serve. An engine is stale after three missing reports, and gone after twelve.",
+    help=(
+        "How often agents report what their engines serve. An engine is stale after three missing "
+        "reports, and gone after twelve."
+    ),
 )
 @click.option(
     "--grace",
@@ -144,7 +152,8 @@ from weighbridge._core.text.extras import needs_extra
     default=900.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long a deleted version can still be read; the same for all services over one store, whose clocks must differ "
+    help="How long a deleted version can still be read; the same for all services over one store, "
+    "whose clocks must differ "
     "by less than a quarter of it.",
 )
 @click.option(
@@ -175,18 +184,27 @@ from weighbridge._core.text.extras import needs_extra
 @click.option(
     "--tls-cert",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The service's certificate and any intermediate certificates (PEM): all ports speak TLS. Renewed files are read while the service runs.",
+    help=(
+        "The service's certificate and any intermediate certificates (PEM): all ports speak TLS. "
+        "Renewed files are read while the service runs."
+    ),
 )
 @click.option("--tls-key", type=click.Path(dir_okay=False, path_type=Path), help="Its private key (PEM).")
 @click.option(
     "--client-ca",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Authorities that issue clients' certificates (PEM). gRPC clients must present one; HTTP requests, except probes, need one or a token.",
+    help=(
+        "Authorities that issue clients' certificates (PEM). gRPC clients must present one; HTTP "
+        "requests, except probes, need one or a token."
+    ),
 )
 @click.option(
     "--policy",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Who may do what (TOML; docs/access.md). Read again when it changes.  [default: every client that reaches the service may do everything]",
+    help=(
+        "Who may do what (TOML; docs/access.md). Read again when it changes.  [default: every "
+        "client that reaches the service may do everything]"
+    ),
 )
 @click.option(
     "--audit",
@@ -197,7 +215,10 @@ from weighbridge._core.text.extras import needs_extra
     "--otlp",
     default="",
     metavar="URL",
-    help="Collector to which traces are sent, as http://127.0.0.1:4317 (docs/traces.md).  [default: OTEL_EXPORTER_OTLP_ENDPOINT, or else none]",
+    help=(
+        "Collector to which traces are sent, as http://127.0.0.1:4317 (docs/traces.md).  "
+        "[default: OTEL_EXPORTER_OTLP_ENDPOINT, or else none]"
+    ),
 )
 @click.option(
     "--sha256",
@@ -205,9 +226,7 @@ from weighbridge._core.text.extras import needs_extra
     help="Also compute SHA-256 of files as they are pushed, so that signing a version reads nothing "
     "again; takes three times the processor time of the other digests.",
 )
-@click.option(
-    "--insecure", is_flag=True, help="Answer without TLS at addresses that other machines can reach."
-)
+@click.option("--insecure", is_flag=True, help="Answer without TLS at addresses that other machines can reach.")
 @click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
@@ -323,7 +342,8 @@ def demo_command(
 ) -> None:
     """Train, push, pull and generate, on this machine.
 
-    Ends by itself, with all that it has started. With --keep it prints the addresses of its service, and ends at Ctrl-C.
+    Ends by itself, with all that it has started. With --keep it prints the addresses of its service, and ends at
+    Ctrl-C.
     """
     with needs_extra("demo"):
         from weighbridge_demo.run import run_demo

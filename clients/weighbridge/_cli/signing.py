@@ -40,7 +40,10 @@ def trusted(paths: Iterable[Path]) -> tuple[Trusted, ...]:
 @click.option(
     "--certificate",
     type=FILE,
-    help="The key's certificate (PEM), optionally followed by those that lead to its authority; by default the key signs without one.",
+    help=(
+        "The key's certificate (PEM), optionally followed by those that lead to its authority; by "
+        "default the key signs without one."
+    ),
 )
 @click.option(
     "--certificate-chain",

@@ -35,16 +35,14 @@ def tag_command(
 ) -> None:
     """Set the tag NAME to a version, or delete the tag.
 
-    If the tag is protected, and changes of it take approvals, this asks for it, and says how another identity approves it: the tag stays
-    as it is until then. With --json, `state` is `done` or `pending`.
+    If the tag is protected, and changes of it take approvals, this asks for it, and says how another identity approves
+    it: the tag stays as it is until then. With --json, `state` is `done` or `pending`.
     """
     model, version = reference.model, reference.version
     if delete and withdraw:
         raise click.UsageError("--delete makes a request, and --withdraw withdraws one: use one of them")
     if not version and not delete and not withdraw:
-        raise click.UsageError(
-            f"{model!r} names no version: write {model}@latest, or a number or another ref"
-        )
+        raise click.UsageError(f"{model!r} names no version: write {model}@latest, or a number or another ref")
     with client_of(server) as client:
         if withdraw:
             found = client.withdraw_ref(model, name, named_request(client, reference, name).request_id)
@@ -63,13 +61,12 @@ def tag_command(
         say(*outcome_lines(found))
 
 
-def named_request(
-    client: Client, reference: Reference, ref: str, request_id: str | None = None
-) -> RefRequest:
+def named_request(client: Client, reference: Reference, ref: str, request_id: str | None = None) -> RefRequest:
     """The request of this name; without a name, the pending request for a ref.
 
     Raises:
-        FailedPrecondition: there is no such request, or ``reference`` names a version and the request is not to set the ref to that one.
+        FailedPrecondition: there is no such request, or ``reference`` names a version and the request is not to set the
+            ref to that one.
     """
     model = reference.model
     found = next(

@@ -21,18 +21,45 @@ if TYPE_CHECKING:
 
 _TOLD_BY_TENSORS = frozenset(
     {
-        *("r", "rank_pattern", "target_modules", "exclude_modules", "target_parameters", "modules_to_save", "layers_to_transform", "layers_pattern"),
+        *(
+            "r",
+            "rank_pattern",
+            "target_modules",
+            "exclude_modules",
+            "target_parameters",
+            "modules_to_save",
+            "layers_to_transform",
+            "layers_pattern",
+        ),
         *("ensure_weight_tying", "peft_type", "use_dora"),
     }
-)  # fmt: skip
-"""Entries of a config that differ only if names or shapes of tensors differ, or that can describe the same model in several ways."""
+)
+"""Entries of a config that differ only if names or shapes of tensors differ, or that can describe the same model in
+several ways.
+"""
 _OF_TRAINING = frozenset(
     {
-        *("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "task_type", "lora_dropout"),
-        *("init_lora_weights", "init_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
+        *(
+            "base_model_name_or_path",
+            "revision",
+            "inference_mode",
+            "auto_mapping",
+            "peft_version",
+            "task_type",
+            "lora_dropout",
+        ),
+        *(
+            "init_lora_weights",
+            "init_weights",
+            "loftq_config",
+            "eva_config",
+            "corda_config",
+            "lora_ga_config",
+            "runtime_config",
+        ),
         *("megatron_config", "megatron_core", "qalora_group_size"),
     }
-)  # fmt: skip
+)
 """Entries that describe the origin and the initialization of an adapter, and do not affect its computation."""
 
 
@@ -41,7 +68,8 @@ def adapter_target(
     target: torch.nn.Module | Mapping[str, torch.Tensor],
     adapter_name: str,
 ) -> Steps[Mapping[str, torch.Tensor] | None]:
-    """Return the tensors of a model that a pull of an adapter's version fills; None if the pull does not fill a module with an adapter.
+    """Return the tensors of a model that a pull of an adapter's version fills; None if the pull does not fill a module
+    with an adapter.
 
     Args:
         plan: plan of the pull.
@@ -49,8 +77,8 @@ def adapter_target(
         adapter_name: name of the adapter in the model.
 
     Raises:
-        FailedPrecondition: the module has no adapters, or with the version's config the same tensors compute a different result (names the
-            entries).
+        FailedPrecondition: the module has no adapters, or with the version's config the same tensors compute a
+            different result (names the entries).
         InvalidArgument: the model does not have an adapter with this name.
         LayoutError: the adapter is merged into the base weights, or peft keeps copies of its tensors.
     """
@@ -84,8 +112,8 @@ def adapter_target(
 
 
 def check_computes_alike(files: Mapping[str, bytes], config: Any, version: str) -> None:
-    """Refuse a model's adapter that, with the same tensors, would compute a different result than the version's, for example because of
-    another ``lora_alpha``.
+    """Refuse a model's adapter that, with the same tensors, would compute a different result than the version's, for
+    example because of another ``lora_alpha``.
 
     Args:
         files: files of the version other than its weights.
@@ -100,12 +128,18 @@ def check_computes_alike(files: Mapping[str, bytes], config: Any, version: str) 
     own = config.to_dict()
     if there.get("peft_type") != own["peft_type"]:
         raise FailedPrecondition(
-            f"{version} is of the kind {shown(there.get('peft_type'))}, and the model's adapter {shown(own['peft_type'])}",
+            (
+                f"{version} is of the kind {shown(there.get('peft_type'))}, and the model's "
+                f"adapter {shown(own['peft_type'])}"
+            ),
             fix="give the model an adapter with the version's adapter_config.json",
         )
     names = sorted(known.keys() - _TOLD_BY_TENSORS - _OF_TRAINING)
     different = [
-        f"{name} is {shown(_plain(there.get(name, known.get(name))))} in the version and {shown(_plain(own.get(name)))} in the model"
+        (
+            f"{name} is {shown(_plain(there.get(name, known.get(name))))} in the version and "
+            f"{shown(_plain(own.get(name)))} in the model"
+        )
         for name in names
         if _plain(there.get(name, known.get(name))) != _plain(own.get(name))
     ]
@@ -113,7 +147,10 @@ def check_computes_alike(files: Mapping[str, bytes], config: Any, version: str) 
         raise FailedPrecondition(
             f"with the tensors of {version} this adapter would compute something else than the version does",
             details=first_lines(different),
-            fix="give the model an adapter with the version's adapter_config.json, as from_weighbridge and load_adapter of peft do",
+            fix=(
+                "give the model an adapter with the version's adapter_config.json, as "
+                "from_weighbridge and load_adapter of peft do"
+            ),
         )
 
 
@@ -125,8 +162,8 @@ def _plain(value: Any) -> Any:
 
 
 def _tensors(model: Any, adapter_name: str, wanted: frozenset[str]) -> Mapping[str, torch.Tensor]:
-    """Return the adapter's tensors, which alias the model's. Embeddings, which peft saves if they have an adapter, are included only if
-    they are ``wanted``.
+    """Return the adapter's tensors, which alias the model's. Embeddings, which peft saves if they have an adapter, are
+    included only if they are ``wanted``.
     """
     from peft import get_peft_model_state_dict
 

@@ -13,8 +13,8 @@ TRIES = 3
 
 
 def attempts(client: Client, model: str, ref: str, number: int, retry_seconds: float) -> Iterator[None]:
-    """Yield once for each attempt at a version. The caller makes one attempt per item and stops after a success. The iterator ends when the
-    ref names another version, and after `TRIES` attempts.
+    """Yield once for each attempt at a version. The caller makes one attempt per item and stops after a success. The
+    iterator ends when the ref names another version, and after `TRIES` attempts.
 
     Args:
         client: client of the service.

@@ -51,13 +51,17 @@ _SLOW_SECONDS = 2.0
 
 
 class Client(OperationMethods):
-    """Connections to the service. Methods with a ``model`` and a ``version`` argument also accept ``namespace/name@version`` as ``model``.
+    """Connections to the service.
 
-    A client connects when it is first used. It is thread-safe. After a fork it is safe only if it was not used before the fork.
+    Methods with a ``model`` and a ``version`` argument also accept ``namespace/name@version`` as ``model``.
+
+    A client connects when it is first used. It is thread-safe. After a fork it is safe only if it was not used before
+    the fork.
 
     Args:
-        server: ``host:port`` of the service's gRPC server; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. If several addresses of
-            replicas are given, separated by commas, the client uses the next one when it cannot reach one of them.
+        server: ``host:port`` of the service's gRPC server; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. If
+            several addresses of replicas are given, separated by commas, the client uses the next one when it cannot
+            reach one of them.
         options: ``retry_seconds``, ``lane``, ``connections`` and ``credentials``: see `ConnectionOptions`.
 
     Raises:
@@ -111,8 +115,8 @@ class Client(OperationMethods):
             model: ``namespace/name``.
             files: content of all files other than the weights, by name.
             dtype: dtype of the weights; by default the dtype of ``tensors``, or else that in ``config.json``.
-            tensors: the tensors in the model's weight files, if it has any. A model whose type has no weight map is known only by these
-                tensors.
+            tensors: the tensors in the model's weight files, if it has any. A model whose type has no weight map is
+                known only by these tensors.
             weight_map: False registers the model only by ``tensors``, even if its model type has a weight map.
 
         Raises:
@@ -205,9 +209,11 @@ class Client(OperationMethods):
 
         Args:
             model: the model.
-            include_invisible: whether to include versions that are still being received, and versions that failed recently.
-            where: conditions on metadata, such as ``reward>=0.7``, with ``= != < <= >`` or ``>=``. A listed version meets all of them. A
-                version without the value is not listed. Only the newest 10,000 versions are searched.
+            include_invisible: whether to include versions that are still being received, and versions that failed
+                recently.
+            where: conditions on metadata, such as ``reward>=0.7``, with ``= != < <= >`` or ``>=``. A listed version
+                meets all of them. A version without the value is not listed. Only the newest 10,000 versions are
+                searched.
             limit: maximum number of versions to list, newest first; None for all.
 
         Raises:
@@ -221,24 +227,22 @@ class Client(OperationMethods):
             >>> [version.number for version in client.versions("acme/smol", where=["reward>=0.7"])]
             [3]
         """
-        listing = version_calls.list_versions(
-            model, include_invisible=include_invisible, where=where, limit=limit
-        )
+        listing = version_calls.list_versions(model, include_invisible=include_invisible, where=where, limit=limit)
         return self._connection.run(listing)
 
     def watch(self, model: str, ref: str | None = None) -> Iterator[Version]:
-        """Yield the version that a ref names now, then each version to which it moves, without end; by default the ref ``live``. Reconnects
-        after an outage.
+        """Yield the version that a ref names now, then each version to which it moves, without end; by default the ref
+        ``live``. Reconnects after an outage.
 
-        If the ref moves again before the service has sent a version, that version may be skipped; the newest version is never skipped. The
-        watch waits for a ref that does not exist yet, and for a model that is not registered yet. Every 10 s it logs a WARNING that names
-        the missing refs.
+        If the ref moves again before the service has sent a version, that version may be skipped; the newest version is
+        never skipped. The watch waits for a ref that does not exist yet, and for a model that is not registered yet.
+        Every 10 s it logs a WARNING that names the missing refs.
 
         Raises:
             InvalidArgument: the name of the model or the ref is not valid.
             NotFound: the model was deleted.
-            Unavailable, ResourceExhausted: the service could not be reached, or did not accept another watch, within `retry_seconds` from
-                the start.
+            Unavailable, ResourceExhausted: the service could not be reached, or did not accept another watch, within
+                `retry_seconds` from the start.
 
         Examples:
             >>> versions = client.watch("acme/smol", "latest")
@@ -308,8 +312,8 @@ class Client(OperationMethods):
             ref: the tag.
             version: number or ref of the version; by default the latest.
             note: note that is stored with the request.
-            request_id: identifies the call when it is repeated, 1 to 64 letters, digits, ``-`` or ``_``; by default a new ID. The ID of the
-                request itself comes from the service: `RefRequest.request_id`.
+            request_id: identifies the call when it is repeated, 1 to 64 letters, digits, ``-`` or ``_``; by default a
+                new ID. The ID of the request itself comes from the service: `RefRequest.request_id`.
 
         Returns:
             The request: `RefRequest.done`, or `RefRequest.pending` until other identities approve it (`approve_ref`).
@@ -320,14 +324,16 @@ class Client(OperationMethods):
         """
         return self._connection.run(ref_calls.request_ref(model, ref, version, note, request_id))
 
-    def request_ref_deletion(
-        self, model: str, ref: str, *, note: str = "", request_id: str = ""
-    ) -> RefRequest:
-        """Delete a ref as `delete_ref` does, or request the deletion if it needs the approval of other identities; see `request_ref`."""
+    def request_ref_deletion(self, model: str, ref: str, *, note: str = "", request_id: str = "") -> RefRequest:
+        """Delete a ref as `delete_ref` does, or request the deletion if it needs the approval of other identities; see
+        `request_ref`.
+        """
         return self._connection.run(ref_calls.request_by(table.DELETE_REF, model, ref, note, request_id))
 
     def ref_requests(self, model: str) -> list[RefRequest]:
-        """Return the requests to change protected refs, oldest first: the pending ones, and the most recent ones that have ended."""
+        """Return the requests to change protected refs, oldest first: the pending ones, and the most recent ones that
+        have ended.
+        """
         return list(self._connection.run(ask(table.LIST_REFS, model=model)).requests)
 
     def protections(self, model: str) -> list[Protection]:
@@ -335,15 +341,14 @@ class Client(OperationMethods):
         return list(self._connection.run(ask(table.LIST_REFS, model=model)).protections)
 
     def unprotect_ref(self, model: str, ref: str, *, note: str = "", request_id: str = "") -> RefRequest:
-        """Remove the protection of a ref, or request its removal. This needs the same scope and approvals as moving the ref; see
-        `request_ref`.
+        """Remove the protection of a ref, or request its removal. This needs the same scope and approvals as moving the
+        ref; see `request_ref`.
         """
-        return self._connection.run(
-            ref_calls.request_by(table.DELETE_PROTECTION, model, ref, note, request_id)
-        )
+        return self._connection.run(ref_calls.request_by(table.DELETE_PROTECTION, model, ref, note, request_id))
 
     def tensor_digests(self, model: str, version: str | int | None = None) -> Mapping[str, str]:
-        """Return the XXH3-128 of each tensor's bytes by name, as 32 hex digits, from the manifest of a version; by default of the latest.
+        """Return the XXH3-128 of each tensor's bytes by name, as 32 hex digits, from the manifest of a version; by
+        default of the latest.
 
         Raises:
             NotFound: the model or version does not exist.
@@ -352,23 +357,21 @@ class Client(OperationMethods):
         return self._connection.run(version_calls.tensor_digests(model, version))
 
     def signatures(self, model: str, version: str | int | None = None) -> tuple[Signature, ...]:
-        """Return all signatures of a version, by any signer; by default of the latest. Raises NotFound, and FailedPrecondition if the
-        version is not durable.
+        """Return all signatures of a version, by any signer; by default of the latest. Raises NotFound, and
+        FailedPrecondition if the version is not durable.
         """
         return self._connection.run(version_calls.get_signatures(model, version))[1]
 
-    def approve(
-        self, model: str, version: str | int | None = None, *, note: str = "", by: str = ""
-    ) -> Version:
-        """Release a held version: ``live`` and ``latest`` may then name it, if it is newer than the version that they name. Calling this
-        again is harmless.
+    def approve(self, model: str, version: str | int | None = None, *, note: str = "", by: str = "") -> Version:
+        """Release a held version: ``live`` and ``latest`` may then name it, if it is newer than the version that they
+        name. Calling this again is harmless.
 
         Args:
             model: the model.
             version: number of the version; None if ``model`` names it, as ``acme/smol@17`` does.
             note: note that is stored with the approval.
-            by: name of the approver, if the service has no policy; by default the caller's address as the service sees it. If the service
-                has a policy, it records the caller's identity instead.
+            by: name of the approver, if the service has no policy; by default the caller's address as the service sees
+                it. If the service has a policy, it records the caller's identity instead.
 
         Returns:
             The version after the approval. A version that was not held is unchanged.
@@ -390,13 +393,14 @@ class Client(OperationMethods):
     def delete_model(self, model: str, *, force: bool = False) -> DeletedModel:
         """Delete a model with all of its versions, refs and rules.
 
-        The name can be registered again immediately, even with other tensors. Version numbers continue, so that a number is never used
-        twice. Running streams may continue for a grace time; then collections delete the versions' objects.
+        The name can be registered again immediately, even with other tensors. Version numbers continue, so that a
+        number is never used twice. Running streams may continue for a grace time; then collections delete the versions'
+        objects.
 
         Args:
             model: the model.
-            force: whether to delete the model even if it is the base of adapters. Versions of these adapters then report that their base
-                was deleted.
+            force: whether to delete the model even if it is the base of adapters. Versions of these adapters then
+                report that their base was deleted.
 
         Raises:
             NotFound: the model is not registered.
@@ -404,12 +408,11 @@ class Client(OperationMethods):
         """
         return self._connection.run(model_calls.delete_model(model, force=force))
 
-    def abort(
-        self, model: str, version: str | int | None = None, reason: str = "aborted by a client"
-    ) -> Version:
+    def abort(self, model: str, version: str | int | None = None, reason: str = "aborted by a client") -> Version:
         """Abort a version, given by its number, that is not visible yet or cannot be made durable.
 
-        A version that cannot be made durable stays visible until a newer version is visible; the service stops trying to store it.
+        A version that cannot be made durable stays visible until a newer version is visible; the service stops trying
+        to store it.
 
         Raises:
             NotFound: the model or version does not exist.
@@ -418,8 +421,8 @@ class Client(OperationMethods):
         return self._connection.run(push_calls.abort(model, version, reason))
 
     def engines(self, model: str | None = None) -> list[Engine]:
-        """Return the engines whose agents have reported recently, ordered by model and address, with the version that each serves and how
-        far it is behind its ref.
+        """Return the engines whose agents have reported recently, ordered by model and address, with the version that
+        each serves and how far it is behind its ref.
 
         Args:
             model: ``namespace/name``; None for the engines of all models that this client may see.

@@ -1,4 +1,6 @@
-"""Connection of one client to the service: control calls with retries and failover, and the transport of its weights."""
+"""Connection of one client to the service: control calls with retries and failover, and the transport of its
+weights.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ T = TypeVar("T")
 class Connection(Transport):
     """Channels to the service, one for each address that was used, and the transport of weights. Thread-safe.
 
-    A call uses the current address. If that address cannot be reached, the call uses the next one immediately; after all of them have
-    failed, it pauses first. The arguments are those of `Transport`.
+    A call uses the current address. If that address cannot be reached, the call uses the next one immediately; after
+    all of them have failed, it pauses first. The arguments are those of `Transport`.
     """
 
     @property
@@ -55,12 +57,12 @@ class Connection(Transport):
         return take(steps, lambda call: self._call(call, at, seconds))
 
     def responses(self, path: str, request: bytes, decode: Callable[[bytes], T]) -> Iterator[T | None]:
-        """Yield the responses of a stream without weights. If the service reports that it has accepted the call, yield None before them.
-        The call ends when the iteration ends.
+        """Yield the responses of a stream without weights. If the service reports that it has accepted the call, yield
+        None before them. The call ends when the iteration ends.
 
         Raises:
-            WeighbridgeError: the service returned an error. It is Unavailable if the connection broke; the next call then uses the next
-                address.
+            WeighbridgeError: the service returned an error. It is Unavailable if the connection broke; the next call
+                then uses the next address.
         """
         address = self.addresses.current
         call: Any = None
@@ -81,7 +83,10 @@ class Connection(Transport):
                 call.cancel()
 
     def pause(self, seconds: float) -> None:
-        """Wait before a stream is opened again, and meanwhile connect to the current address. Raises Unavailable if the client is closed."""
+        """Wait before a stream is opened again, and meanwhile connect to the current address.
+
+        Raises Unavailable if the client is closed.
+        """
         with self._ending_when_closed():
             rpc.connect_within(self.streams.control(self.addresses.current), seconds)
 
@@ -90,12 +95,11 @@ class Connection(Transport):
         """While the block runs, log every `REMIND_SECONDS`, at level WARNING, what refs wait for.
 
         Args:
-            missing: returns pairs of model and ref; the logging ends once it returns none. It is called from another thread.
+            missing: returns pairs of model and ref; the logging ends once it returns none. It is called from another
+                thread.
         """
         ended = threading.Event()
-        threading.Thread(
-            target=self._remind, args=(missing, ended), name="watch-reminder", daemon=True
-        ).start()
+        threading.Thread(target=self._remind, args=(missing, ended), name="watch-reminder", daemon=True).start()
         try:
             yield
         finally:
@@ -109,7 +113,9 @@ class Connection(Transport):
                         log.warning("%s", sentence)
 
     def another(self) -> Connection:
-        """Return a separate connection to the same service, for control calls that must neither wait for other calls nor make them wait."""
+        """Return a separate connection to the same service, for control calls that must neither wait for other calls
+        nor make them wait.
+        """
         return Connection(
             str(self.addresses),
             retry_seconds=self.retry_seconds,
@@ -119,8 +125,8 @@ class Connection(Transport):
         )
 
     def _call(self, call: Call, at: str | None, seconds: float) -> bytes:
-        """Make a call that is safe to repeat. Retry until the service responds, or until the push that makes the call may no longer block
-        its rank.
+        """Make a call that is safe to repeat. Retry until the service responds, or until the push that makes the call
+        may no longer block its rank.
         """
         hold = current_hold()
         backoff, outage = Backoff(hold.retry_seconds(seconds)), Outage(at or str(self.addresses))

@@ -35,11 +35,13 @@ __all__ = ["EngineClient", "Pull"]
 
 
 class Pull:
-    """A pull that has not started yet. Iterating over it yields ``(name, tensor)`` pairs, each as soon as the tensor is complete.
+    """A pull that has not started yet.
 
-    Tensors are in host memory and have the shape of the slice. Iterating again pulls again. On the service's machine a tensor is a view of
-    the version if its slice is contiguous there. Such a view is not a copy. Writes to it are private to this process, and the service holds
-    the version as long as the tensor exists.
+    Iterating over it yields ``(name, tensor)`` pairs, each as soon as the tensor is complete.
+
+    Tensors are in host memory and have the shape of the slice. Iterating again pulls again. On the service's machine a
+    tensor is a view of the version if its slice is contiguous there. Such a view is not a copy. Writes to it are
+    private to this process, and the service holds the version as long as the tensor exists.
 
     Attributes:
         version: the version. It does not change if the ref moves.
@@ -84,15 +86,17 @@ class Pull:
     ) -> Filled:
         """Fill a model in place. If any tensor does not fit, nothing is changed.
 
-        A version of an adapter fills an adapter of a peft model. The pull does not check whether the wrapped model is the base of the
-        version.
+        A version of an adapter fills an adapter of a peft model. The pull does not check whether the wrapped model is
+        the base of the version.
 
         Args:
-            target: a module or a state dict. Its tensors are plain tensors with the slices' shapes, on any device, or DTensors; each rank
-                pulls its own part of a DTensor. Names are Hugging Face's, after prefixes of torch.compile, DDP and FSDP are stripped. If
-                several names share memory, one of them is enough. The tensors of a mapping are written to, not replaced.
-            cast: ``exact`` casts only to a wider floating-point dtype, and refuses others; ``allow`` casts to any floating-point dtype;
-                ``never`` does not cast. To make the service cast, which may transfer fewer bytes, pass ``dtype`` to `EngineClient.pull`.
+            target: a module or a state dict. Its tensors are plain tensors with the slices' shapes, on any device, or
+                DTensors; each rank pulls its own part of a DTensor. Names are Hugging Face's, after prefixes of
+                torch.compile, DDP and FSDP are stripped. If several names share memory, one of them is enough. The
+                tensors of a mapping are written to, not replaced.
+            cast: ``exact`` casts only to a wider floating-point dtype, and refuses others; ``allow`` casts to any
+                floating-point dtype; ``never`` does not cast. To make the service cast, which may transfer fewer bytes,
+                pass ``dtype`` to `EngineClient.pull`.
             strict: whether target and pull must have the same tensors. If False, the common ones are filled.
             adapter_name: name of the adapter in a peft model.
 
@@ -100,12 +104,12 @@ class Pull:
             The tensors that were filled, and the version.
 
         Raises:
-            InvalidArgument: ``target`` is neither a module nor a state dict, ``cast`` is unknown, or the model does not have an adapter
-                named ``adapter_name``.
-            LayoutError: tensors are missing, unexpected, or of another shape or dtype; or LoRA adapters are not merged, or are merged in a
-                fill of an adapter (names each tensor).
-            FailedPrecondition: the version is an adapter, but the module does not have one, or its adapter computes something else, for
-                example because it has another ``lora_alpha``.
+            InvalidArgument: ``target`` is neither a module nor a state dict, ``cast`` is unknown, or the model does not
+                have an adapter named ``adapter_name``.
+            LayoutError: tensors are missing, unexpected, or of another shape or dtype; or LoRA adapters are not merged,
+                or are merged in a fill of an adapter (names each tensor).
+            FailedPrecondition: the version is an adapter, but the module does not have one, or its adapter computes
+                something else, for example because it has another ``lora_alpha``.
 
         Examples:
             >>> engine.pull("acme/smol@1").into(model)
@@ -128,9 +132,10 @@ class Pull:
         """Pull into tensors that the caller provides, while the caller iterates over the result.
 
         Args:
-            tensor_for: returns the tensor for a placement of the layout, given its index. The tensor may be on any device. The function is
-                called in the order of placements. For tensors on GPUs it is called before they are due, so that copy engines stay busy:
-                about 64 MB ahead of the yielded ones, but not beyond a tensor that shares memory with one that has not been yielded.
+            tensor_for: returns the tensor for a placement of the layout, given its index. The tensor may be on any
+                device. The function is called in the order of placements. For tensors on GPUs it is called before they
+                are due, so that copy engines stay busy: about 64 MB ahead of the yielded ones, but not beyond a tensor
+                that shares memory with one that has not been yielded.
 
         Yields:
             Name and tensor, as soon as the tensor is complete.
@@ -145,7 +150,8 @@ class Pull:
         On the service's machine nothing is transferred: the service holds the version as long as the result exists.
 
         Args:
-            buffer: buffer of a `HostSlices` that an earlier call returned. It is reused, and its content is overwritten.
+            buffer: buffer of a `HostSlices` that an earlier call returned. It is reused, and its content is
+                overwritten.
             pin: whether GPUs will copy from the slices.
         """
         with self._transfer() as transfer:
@@ -202,7 +208,8 @@ class EngineClient(Client):
             model: ``namespace/name``.
             version: a number or a ref; by default the latest.
             layout: `FullTensors` (the default), `TensorParallel` or `Boxes`.
-            dtype: dtype to which the service casts floating-point tensors before it sends them, such as ``bf16``; None does not cast.
+            dtype: dtype to which the service casts floating-point tensors before it sends them, such as ``bf16``; None
+                does not cast.
 
         Returns:
             The pull, which yields ``(name, tensor)`` when iterated over.
@@ -250,7 +257,8 @@ class EngineClient(Client):
 
         Raises:
             NotFound: the model or version does not exist.
-            InvalidArgument: the folder is not empty, the dtype is unknown, or a tensor cannot be cast (names the tensor).
+            InvalidArgument: the folder is not empty, the dtype is unknown, or a tensor cannot be cast (names the
+                tensor).
 
         Examples:
             >>> version = engine.export("acme/smol", "latest", out)
@@ -282,9 +290,7 @@ class EngineClient(Client):
         return plan.version
 
 
-def read_arriving(
-    client: EngineClient, model: str, number: int, request: LayoutRequest, layout: Layout
-) -> ReadLoan:
+def read_arriving(client: EngineClient, model: str, number: int, request: LayoutRequest, layout: Layout) -> ReadLoan:
     """Request a read grant for a version that the service on this machine is still receiving.
 
     Args:
@@ -298,7 +304,8 @@ def read_arriving(
         The slices; `ReadLoan.arrivals` tells which of them may be read.
 
     Raises:
-        FailedPrecondition: the version has other tensors, other replicas receive parts of it too, or it cannot be granted to this process.
+        FailedPrecondition: the version has other tensors, other replicas receive parts of it too, or it cannot be
+            granted to this process.
         WeighbridgeError: the version has failed, or the service is unreachable.
     """
     lane = client._connection.lane

@@ -1,4 +1,7 @@
-"""Filling of a torch model by a pull: the slice for each of its tensors. All tensors are checked before any is changed."""
+"""Filling of a torch model by a pull: the slice for each of its tensors.
+
+All tensors are checked before any is changed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ class Filled:
         tensors: names of the pulled tensors that this rank holds.
         nbytes: bytes that were pulled.
         cast: names of tensors that were cast to another floating-point dtype.
-        missing: names in the target that the pull does not contain. A tensor that shares memory with a pulled one is not missing.
+        missing: names in the target that the pull does not contain. A tensor that shares memory with a pulled one is
+            not missing.
         unexpected: names in the pull that the target does not have.
     """
 
@@ -74,8 +78,8 @@ def fit(
     strict: bool,
     adapter: Mapping[str, torch.Tensor] | None = None,
 ) -> Fill:
-    """Find the tensors of a model that a pull fills; see `Pull.into`. If the pull fills an adapter of the model, ``adapter`` contains the
-    adapter's tensors.
+    """Find the tensors of a model that a pull fills; see `Pull.into`. If the pull fills an adapter of the model,
+    ``adapter`` contains the adapter's tensors.
 
     Raises:
         InvalidArgument: ``target`` is neither a module nor a state dict, or ``cast`` is unknown.
@@ -124,9 +128,7 @@ def fit(
     )
 
 
-def _shifted(
-    layout: Layout, offsets: Mapping[str, Sequence[int]]
-) -> list[tuple[str, Sequence[int], Sequence[int]]]:
+def _shifted(layout: Layout, offsets: Mapping[str, Sequence[int]]) -> list[tuple[str, Sequence[int], Sequence[int]]]:
     """Convert boxes of slices to boxes of the whole tensors."""
     return [
         (
@@ -144,8 +146,8 @@ def fill_tensors(
     filled: Callable[[Callable[[int], torch.Tensor]], Iterable[T]],
     device: str | None = None,
 ) -> Iterator[T]:
-    """Pull slices into tensors. If a tensor has another floating-point dtype, its slice is pulled into a temporary tensor of the slice's
-    dtype and then cast.
+    """Pull slices into tensors. If a tensor has another floating-point dtype, its slice is pulled into a temporary
+    tensor of the slice's dtype and then cast.
 
     Args:
         layout: layout of the slices.

@@ -35,8 +35,8 @@ _RUN_BYTES = 16 << 20
 _RUN_TENSORS = 256
 
 PullStep: TypeAlias = "Iterator[tuple[str, torch.Tensor]]"
-"""Names and tensors that are available without waiting for more bytes. Each is created when the caller takes it; the caller must take all
-of them before the next step.
+"""Names and tensors that are available without waiting for more bytes. Each is created when the caller takes it; the
+caller must take all of them before the next step.
 """
 
 
@@ -75,9 +75,7 @@ class PullRun:
     def borrow(self) -> None:
         """Borrow the version in the service's memory, if this process can read it there. This is the first step."""
         version = self._plan.version
-        self.span = spans.begin(
-            "weighbridge.pull", told(version, bytes=self._plan.nbytes), origin=version.traceparent
-        )
+        self.span = spans.begin("weighbridge.pull", told(version, bytes=self._plan.nbytes), origin=version.traceparent)
         self._borrow(version)
         self.span.set_attribute("weighbridge.lane", self.lane)
 
@@ -97,7 +95,10 @@ class PullRun:
             self._loan = None
 
     def tensors(self) -> Iterator[PullStep]:
-        """Transfer the slices as tensors in host memory. If there is a loan, they come from it; otherwise they have their own memory."""
+        """Transfer the slices as tensors in host memory.
+
+        If there is a loan, they come from it; otherwise they have their own memory.
+        """
         import torch
 
         placements, specs = self._plan.layout.placements, self._plan.layout.tensors
@@ -117,7 +118,9 @@ class PullRun:
         return self._borrowed(self._loan.filled(tensor_for))
 
     def bring(self, buffer: torch.Tensor | None, *, pin: bool) -> Slices:
-        """Transfer all slices to this machine, unless they are already there; with ``pin``, so that GPUs can copy from them immediately."""
+        """Transfer all slices to this machine, unless they are already there; with ``pin``, so that GPUs can copy from
+        them immediately.
+        """
         if self._loan is not None:
             if pin:
                 self._loan.pin()
@@ -132,7 +135,10 @@ class PullRun:
         return iter(self._receiver)
 
     def stop(self) -> None:
-        """End the run. Borrowed memory is returned, and a caller that executes a step gets `Unavailable`, unless the run is at its end."""
+        """End the run.
+
+        Borrowed memory is returned, and a caller that executes a step gets `Unavailable`, unless the run is at its end.
+        """
         self._stopped = True
         self._loan = None
         self._receiver.stop()

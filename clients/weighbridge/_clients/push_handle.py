@@ -24,20 +24,21 @@ class PushReport:
     """Cost of one rank's push.
 
     Attributes:
-        held_seconds: seconds for which `push` blocked the rank. If weights and a training state are copied together, the time of each
-            counts from its own beginning.
-        copy_seconds: seconds that copying the shards took. They are part of `held_seconds`, unless a thread copied while the rank continued
-            (from host memory, or until a step).
+        held_seconds: seconds for which `push` blocked the rank. If weights and a training state are copied together,
+            the time of each counts from its own beginning.
+        copy_seconds: seconds that copying the shards took. They are part of `held_seconds`, unless a thread copied
+            while the rank continued (from host memory, or until a step).
         stream_bytes: bytes that this rank pushed.
         stream_seconds: seconds that delivering the bytes took, while the rank continued.
         lane: ``local``, ``grpc``, or ``mixed`` if a replica on another machine writes some of the files.
         lane_reason: reason why the lane was not ``local``, if that was requested.
         local_bytes: number of bytes that were written to shared memory; the others were sent over gRPC.
         cast_tensors: number of tensors that were cast to the model's dtypes.
-        widened_tensors: number of these tensors whose cast is exact, because the model's dtype can represent all values of the tensor's
-            dtype.
-        nonfinite_elements: number of elements that this rank pushed and that are NaN or infinite in the model's dtypes. An element that
-            occurs twice in the version's files counts twice. None if the push has a custom source that does not count them.
+        widened_tensors: number of these tensors whose cast is exact, because the model's dtype can represent all values
+            of the tensor's dtype.
+        nonfinite_elements: number of elements that this rank pushed and that are NaN or infinite in the model's dtypes.
+            An element that occurs twice in the version's files counts twice. None if the push has a custom source that
+            does not count them.
         nonfinite_tensors: the first 20 tensors with such elements, by this rank's names, with their counts.
     """
 
@@ -55,16 +56,17 @@ class PushReport:
 
 
 class PushHandle:
-    """A push that is being delivered. The shards have been copied, so the rank may change its tensors, unless the copy is deferred
-    (``until``).
+    """A push that is being delivered. The shards have been copied, so the rank may change its tensors, unless the copy
+    is deferred (``until``).
 
     Attributes:
         model: the model.
         number: number of the version.
         stream_bytes: bytes that this rank pushes.
-        training: the push of the training state that follows, which succeeds or fails independently; None if there is none.
-        skipped: the error for which the push was skipped, with ``on_failure="warn"``; `report` and `wait` raise it. None if the push was
-            made.
+        training: the push of the training state that follows, which succeeds or fails independently; None if there is
+            none.
+        skipped: the error for which the push was skipped, with ``on_failure="warn"``; `report` and `wait` raise it.
+            None if the push was made.
     """
 
     def __init__(
@@ -119,7 +121,9 @@ class PushHandle:
         return self._held_seal is None and self.done and self._report.exception() is None
 
     def seal(self) -> None:
-        """Seal a rank whose seal was held. Otherwise the version cannot become visible. Does nothing if the rank is already sealed.
+        """Seal a rank whose seal was held. Otherwise the version cannot become visible.
+
+        Does nothing if the rank is already sealed.
 
         Raises:
             WeighbridgeError: this rank's push failed, or the version failed or was aborted.
@@ -140,7 +144,9 @@ class PushHandle:
         return self._connection.closed
 
     def report(self, timeout: float | None = None) -> PushReport:
-        """Wait until this rank has sealed its push, or until its bytes have arrived if its seal is held. Return the cost of its push.
+        """Wait until this rank has sealed its push, or until its bytes have arrived if its seal is held.
+
+        Return the cost of its push.
 
         Raises:
             WeighbridgeError: the push failed.
@@ -177,8 +183,8 @@ class PushHandle:
             WeighbridgeError: this rank's push failed.
             DeadlineExceeded: the version did not reach the state within ``timeout`` seconds.
 
-        The method waits for a held version (`Version.held`) like for any other. Without ``on_progress`` it logs a warning for a held
-        version.
+        The method waits for a held version (`Version.held`) like for any other. Without ``on_progress`` it logs a
+        warning for a held version.
 
         Examples:
             >>> handle = trainer.push_state_dict("acme/smol", model, step=200)

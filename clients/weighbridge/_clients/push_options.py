@@ -18,19 +18,22 @@ __all__ = ["PushOptions"]
 
 
 class PushOptions(TypedDict, total=False):
-    """Options of every method that pushes. Ranks of a push that give options must give the same ones; the others give none.
+    """Options of every method that pushes.
+
+    Ranks of a push that give options must give the same ones; the others give none.
 
     Attributes:
-        metadata: strings, finite numbers and booleans that are stored with the version: at most 32 entries and 4 KiB in total. Keys have up
-            to 64 letters, digits and ``_ . / -``.
+        metadata: strings, finite numbers and booleans that are stored with the version: at most 32 entries and 4 KiB in
+            total. Keys have up to 64 letters, digits and ``_ . / -``.
         candidate: hold the version: ``live`` and ``latest`` skip it until it is approved (`Client.approve`).
         allow_nonfinite: do not hold the version if elements are NaN or infinite, as the service does by default.
-        golden: at most 16 golden prompts, which agents send to their engines when the engines serve the version; or the path of a file from
-            ``weighbridge golden``. They are stored in the metadata, and count towards its 4 KiB.
-        max_drift: maximum difference between the log probabilities of an engine and those of the golden prompts; by default that of the
-            file, or no limit.
-        max_hold_s: seconds for which the call may block the rank in total while it waits for the service, other ranks, memory and earlier
-            pushes. The push fails after that. By default each wait has its own timeout (`retry_seconds` of the client; 300 s for ranks).
+        golden: at most 16 golden prompts, which agents send to their engines when the engines serve the version; or the
+            path of a file from ``weighbridge golden``. They are stored in the metadata, and count towards its 4 KiB.
+        max_drift: maximum difference between the log probabilities of an engine and those of the golden prompts; by
+            default that of the file, or no limit.
+        max_hold_s: seconds for which the call may block the rank in total while it waits for the service, other ranks,
+            memory and earlier pushes. The push fails after that. By default each wait has its own timeout
+            (`retry_seconds` of the client; 300 s for ranks).
         on_failure: ``raise``, the default; or ``warn``, which logs the reason and returns a handle of the skipped push
             (`PushHandle.skipped`).
 
@@ -65,7 +68,10 @@ def check_options(options: Mapping[str, object]) -> None:
 
 
 def check_options_of_each(options: Mapping[str, object]) -> None:
-    """Refuse options that make sense for one push but not for many. Raises the errors of `check_options`, and InvalidArgument."""
+    """Refuse options that make sense for one push but not for many.
+
+    Raises the errors of `check_options`, and InvalidArgument.
+    """
     check_options(options)
     for name in ("golden", "max_drift"):
         if options.get(name) is not None:

@@ -28,7 +28,9 @@ class Route:
         return replace(self, ranges=common(self.ranges, ranges))
 
     def header(self, own: pb.PushHeader) -> pb.PushHeader:
-        """Return the header of a stream to this replica, derived from the header of a stream to the rank's own replica."""
+        """Return the header of a stream to this replica, derived from the header of a stream to the rank's own
+        replica.
+        """
         if not self.address:
             return own
         return pb.PushHeader(model=own.model, number=own.number, rank=own.rank, claim=self.claim)

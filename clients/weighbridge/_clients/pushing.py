@@ -68,8 +68,8 @@ _MOST_MOVES = 10
 _MOVED_SECONDS = 5.0
 """Maximum time for which a rank tries to reach the replica to which another replica has sent it."""
 _MOST_COMPARED = 0.25
-"""Maximum size of the shards that a rank reads only to compare them with other ranks, as a share of the bytes that it pushes. If the size
-is larger, the rank's next push does not copy ahead.
+"""Maximum size of the shards that a rank reads only to compare them with other ranks, as a share of the bytes that it
+pushes. If the size is larger, the rank's next push does not copy ahead.
 """
 
 
@@ -134,9 +134,11 @@ class Pusher:
         self._pushed: dict[str, frozenset[Shard]] = {}
 
     def begin(self, copies: Copies, model: str, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
-        """Begin to copy the tensors that the service will probably assign to the rank, which are those of its last push of this model.
+        """Begin to copy the tensors that the service will probably assign to the rank, which are those of its last push
+        of this model.
 
-        Does nothing before the first push, or if the rank had to read many shards only to compare them with other ranks.
+        Does nothing before the first push, or if the rank had to read many shards only to compare them with other
+        ranks.
 
         Args:
             copies: copies of the call.
@@ -162,20 +164,22 @@ class Pusher:
         terms: PushTerms = ALONE,
         registration: RegisterModelRequest | None = None,
     ) -> PushHandle:
-        """Push the shards of a rank. Returns once they have been copied, or once it is known that ``copying`` copies them in a thread.
+        """Push the shards of a rank.
+
+        Returns once they have been copied, or once it is known that ``copying`` copies them in a thread.
 
         Args:
             opening: request that identifies the push; the same on all ranks, apart from the client's ID.
             rank: number of the rank.
             layout: shards that the rank holds, as one stream.
             space: space of the tensors' names.
-            open_source: opens the bytes of the shards that this rank must push. It is called earlier for shards that other ranks hold too,
-                to compare them. Other ranks do not hold shards of an `OpenPassing`.
+            open_source: opens the bytes of the shards that this rank must push. It is called earlier for shards that
+                other ranks hold too, to compare them. Other ranks do not hold shards of an `OpenPassing`.
             hold_seal: whether only `PushHandle.seal` seals the rank.
-            behind: opening of the push that follows on all ranks. If this rank fails, the other ranks are notified that the rank will not
-                take part in it.
-            copying: copies of the shards; by default they are made in the call. If a thread makes them, ``open_source`` is not an
-                `OpenPassing`, and ``hold_seal`` is false.
+            behind: opening of the push that follows on all ranks. If this rank fails, the other ranks are notified that
+                the rank will not take part in it.
+            copying: copies of the shards; by default they are made in the call. If a thread makes them, ``open_source``
+                is not an `OpenPassing`, and ``hold_seal`` is false.
             terms: terms of the push. Nothing is copied before all ranks have agreed.
             registration: registration of the model, if the push may be the model's first one or have another config.
 
@@ -219,9 +223,7 @@ class Pusher:
             if not copying.is_behind(needed):
                 taken = take()
             kept = started, time.monotonic()
-            rest = partial(
-                self._go_on, turn, report, stream, kept, taken or take, copying, hold_seal, terms.hold
-            )
+            rest = partial(self._go_on, turn, report, stream, kept, taken or take, copying, hold_seal, terms.hold)
             # not a daemon: a trainer that ends after its last push must not lose it
             threading.Thread(target=rest, name=f"push-{model}@{number}").start()
         except BaseException as error:
@@ -235,8 +237,8 @@ class Pusher:
                 copying.release()
                 spans.fail(span, error)
                 span.end()
-            # The version cannot be completed without this rank, so the others must not wait for it. But if the rank belongs to
-            # another process, that process decides.
+            # The version cannot be completed without this rank, so the others must not wait for it. But if the rank
+            # belongs to another process, that process decides.
             # A rank that stops because another rank was refused does not report that again: the other ranks know.
             told = isinstance(error, VersionFailed)
             if not number and isinstance(error, InvalidArgument | FailedPrecondition) and not told:
@@ -247,12 +249,9 @@ class Pusher:
                     error,
                     terms.hold,
                 )
-                # other ranks may already be at the next push: they do not wait there for a rank whose layout is unchanged
-                if (
-                    behind is not None
-                    and isinstance(error, Exception)
-                    and not isinstance(error, VersionFailed)
-                ):
+                # other ranks may already be at the next push: they do not wait there for a rank whose layout is
+                # unchanged
+                if behind is not None and isinstance(error, Exception) and not isinstance(error, VersionFailed):
                     behind.at_least = number
                     self._refuse(behind, rank, error)
             raise
@@ -266,8 +265,8 @@ class Pusher:
     ) -> tuple[pb.DeclareLayoutResponse, str]:
         """Declare a rank's layout, and return the response with the address of the replica to which the rank pushes.
 
-        Ranks that have the same layouts as for the previous version begin without waiting for the others. If such a rank has since moved to
-        another replica, the service sends it back for this version.
+        Ranks that have the same layouts as for the previous version begin without waiting for the others. If such a
+        rank has since moved to another replica, the service sends it back for this version.
         """
         opened_at, problem = at, None
         heard = partial(_heard, header, terms)
@@ -332,7 +331,9 @@ class Pusher:
         agreement.done()
 
     def meet(self, model: str, terms: PushTerms, says: bytes = b"") -> list[bytes]:
-        """Wait until all ranks are about to run a collective before a push. The collective would hang if a rank were absent.
+        """Wait until all ranks are about to run a collective before a push.
+
+        The collective would hang if a rank were absent.
 
         Args:
             model: the model.
@@ -435,8 +436,8 @@ class Pusher:
         hold_seal: bool,
         hold: Hold,
     ) -> None:
-        """Copy the shards of a rank, if that has not been done, and deliver them. Runs in a thread. ``kept`` contains the times at which
-        the push began and returned.
+        """Copy the shards of a rank, if that has not been done, and deliver them. Runs in a thread. ``kept`` contains
+        the times at which the push began and returned.
         """
         if not turn.acquire(blocking=False):
             return
@@ -467,29 +468,25 @@ class Pusher:
             self._slots.release()
 
     def _give_up(self, header: pb.PushHeader, error: BaseException, hold: Hold | None = None) -> None:
-        """Abort a version because a rank cannot push its part. If the time for which the caller may be blocked is limited, this is done in
-        a thread.
+        """Abort a version because a rank cannot push its part. If the time for which the caller may be blocked is
+        limited, this is done in a thread.
         """
         reason = _in_a_line(f"rank {header.rank} gave up", error)
         if hold is not None and hold.is_bound:
             arguments = (header, reason)
-            threading.Thread(
-                target=self._abort, args=arguments, name=f"give-up-{header.number}", daemon=True
-            ).start()
+            threading.Thread(target=self._abort, args=arguments, name=f"give-up-{header.number}", daemon=True).start()
         else:
             self._abort(header, reason)
 
     def _abort(self, header: pb.PushHeader, reason: str) -> None:
         with contextlib.suppress(WeighbridgeError):
-            self._connection.run(
-                push_calls.abort(header.model, header.number, reason, refused=header.client_id)
-            )
+            self._connection.run(push_calls.abort(header.model, header.number, reason, refused=header.client_id))
 
     @contextlib.contextmanager
-    def telling(
-        self, openings: Iterable[pb.OpenVersionRequest | None], rank: int, terms: PushTerms
-    ) -> Iterator[None]:
-        """Context that notifies the other ranks of these pushes if its block raises; otherwise they would wait for this rank."""
+    def telling(self, openings: Iterable[pb.OpenVersionRequest | None], rank: int, terms: PushTerms) -> Iterator[None]:
+        """Context that notifies the other ranks of these pushes if its block raises; otherwise they would wait for this
+        rank.
+        """
         try:
             yield
         except Exception as error:
@@ -531,8 +528,8 @@ class Pusher:
         registration: RegisterModelRequest | None,
         called: float | None,
     ) -> tuple[Version, str]:
-        """Open a version, and return it with the address of the replica that receives this rank's push. For the arguments see
-        `push_calls.open_version`.
+        """Open a version, and return it with the address of the replica that receives this rank's push. For the
+        arguments see `push_calls.open_version`.
         """
         addresses = self._connection.addresses
         at = addresses.current
@@ -579,7 +576,9 @@ def _told(header: pb.PushHeader, broken: Mapping[str, int]) -> str:
     named = [f"{name} ({count})" for name, count in itertools.islice(broken.items(), _NAMED_IN_LOG)]
     more = f" and {len(broken) - len(named)} more" if len(broken) > len(named) else ""
     return (
-        f"{header.model}@{header.number}: rank {header.rank} pushes {counted(sum(broken.values()), 'element that is', 'elements that are')} NaN or infinite, "
+        f"{header.model}@{header.number}: rank {header.rank} pushes "
+        f"{counted(sum(broken.values()), 'element that is', 'elements that are')} NaN or "
+        "infinite, "
         f"in {', '.join(named)}{more}"
     )
 
@@ -594,9 +593,7 @@ def _heard(header: pb.PushHeader, terms: PushTerms) -> None:
 def _not_all(what: str, problem: str) -> VersionFailed:
     """Return the error of a push that one rank has refused, with the reason that the rank gave."""
     unregistered = "there is no model" in problem
-    fix = (
-        "call register_model on every rank before the push: repeating it is harmless" if unregistered else ""
-    )
+    fix = "call register_model on every rank before the push: repeating it is harmless" if unregistered else ""
     return VersionFailed(f"{what}: not all ranks can push", details=[problem], fix=fix)
 
 

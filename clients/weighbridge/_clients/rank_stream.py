@@ -54,7 +54,10 @@ class RankStream:
             self.connection.run(sealing, at=self.at)
 
     def _stream(self, source: StreamSource, route: Route) -> None:
-        """Stream to one replica. After a failure, ask the service for the bytes that have arrived, and send the others."""
+        """Stream to one replica.
+
+        After a failure, ask the service for the bytes that have arrived, and send the others.
+        """
         address = route.address or self.at
         connections = self.connection.streams_to(address)
         missing = [(start, stop) for start, stop in route.ranges if start < stop]
@@ -81,11 +84,12 @@ class RankStream:
                     patience.renew()
 
     def _missing(self, route: Route, before: Ranges) -> list[tuple[int, int]]:
-        """Return the ranges of a route that have not arrived; ``before`` if the route's replica is not the rank's own and does not respond.
+        """Return the ranges of a route that have not arrived; ``before`` if the route's replica is not the rank's own
+        and does not respond.
 
         Raises:
-            WeighbridgeError: the rank's own replica cannot be reached, or has marked the version as failed. In this way a rank also learns
-                that another replica has ended.
+            WeighbridgeError: the rank's own replica cannot be reached, or has marked the version as failed. In this way
+                a rank also learns that another replica has ended.
         """
         received = push_calls.received
         arrived = self.connection.run(received(self.header), at=self.at)

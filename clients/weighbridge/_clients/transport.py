@@ -28,13 +28,15 @@ class ConnectionOptions(TypedDict, total=False):
     """Options of every client, in addition to the service's address.
 
     Attributes:
-        retry_seconds: seconds for which a call is retried while the service is unreachable or has no capacity left; by default 60.
-        lane: lane of weights: ``local`` uses memory shared with the service, ``grpc`` uses its gRPC server, and ``auto`` selects ``local``
-            if this process runs on the service's machine and ``grpc`` otherwise. By default ``WEIGHBRIDGE_LANE``, or ``auto``.
-        connections: number of connections over which a stream of 64 MiB or more is spread, 1 to 16; by default two, or one on a
-            machine with fewer than four processors. All other calls use a separate connection.
-        credentials: certificates and token; by default those in ``WEIGHBRIDGE_CA``, ``WEIGHBRIDGE_TOKEN`` and other environment variables
-            (`Credentials`).
+        retry_seconds: seconds for which a call is retried while the service is unreachable or has no capacity left; by
+            default 60.
+        lane: lane of weights: ``local`` uses memory shared with the service, ``grpc`` uses its gRPC server, and
+            ``auto`` selects ``local`` if this process runs on the service's machine and ``grpc`` otherwise. By default
+            ``WEIGHBRIDGE_LANE``, or ``auto``.
+        connections: number of connections over which a stream of 64 MiB or more is spread, 1 to 16; by default two, or
+            one on a machine with fewer than four processors. All other calls use a separate connection.
+        credentials: certificates and token; by default those in ``WEIGHBRIDGE_CA``, ``WEIGHBRIDGE_TOKEN`` and other
+            environment variables (`Credentials`).
     """
 
     retry_seconds: float
@@ -53,7 +55,8 @@ class Transport:
     Attributes:
         addresses: addresses of the service, with the one in use.
         retry_seconds: see `ConnectionOptions`.
-        client_id: ID of this client in its requests. The IDs of all clients of a process have the same prefix up to a slash.
+        client_id: ID of this client in its requests. The IDs of all clients of a process have the same prefix up to a
+            slash.
         credentials: credentials of all connections.
         streams: connections for streams from the address in use.
 
@@ -99,7 +102,9 @@ class Transport:
             return made
 
     def streams_to(self, address: str) -> bulk.Connections:
-        """Return connections for streams to one address only, because a push stays with the replica at which it was opened."""
+        """Return connections for streams to one address only, because a push stays with the replica at which it was
+        opened.
+        """
         if self.addresses.all == (address,):
             return self.streams
         with self._lock:
@@ -133,7 +138,9 @@ def _close_lanes(lanes: Mapping[str, LocalLane]) -> None:
 
 
 def find_faces(address: str, credentials: Credentials = NONE) -> local_lane_pb2.GetLocalLaneResponse:
-    """Return the other endpoints of a service, its local socket and its HTTP address, from its response at one of its gRPC addresses."""
+    """Return the other endpoints of a service, its local socket and its HTTP address, from its response at one of its
+    gRPC addresses.
+    """
     with rpc.open_channel(address, credentials) as channel, rpc.translated_errors(address, credentials):
         stub = local_lane_pb2_grpc.LocalLaneServiceStub(channel)
         return stub.GetLocalLane(local_lane_pb2.GetLocalLaneRequest(), timeout=_LANE_SECONDS)

@@ -12,7 +12,9 @@ from weighbridge._core.boxes import row_major_boxes
 from weighbridge._core.layouts import Shard, TensorSpec
 
 PIECE_BYTES = 32 << 20
-"""Most bytes of a tensor that are compared at a time: of each side, one such piece is in memory, and the next one arrives."""
+"""Most bytes of a tensor that are compared at a time: of each side, one such piece is in memory, and the next one
+arrives.
+"""
 
 
 def compare(
@@ -46,8 +48,7 @@ def compare(
         before.title,
         after.title,
         tuple(
-            TensorDifference(spec, found.get(spec.name, Difference(math.prod(spec.shape))))
-            for spec in matching.same
+            TensorDifference(spec, found.get(spec.name, Difference(math.prod(spec.shape)))) for spec in matching.same
         ),
         matching.only_before,
         matching.only_after,

@@ -148,9 +148,7 @@ class Comparison(JsonValue):
         found: dict[str, list[TensorDifference]] = {}
         for tensor in self.tensors:
             found.setdefault(layer_of(tensor.spec.name), []).append(tensor)
-        return [
-            LayerDifference(name, len(found[name]), _sum(found[name])) for name in sorted(found, key=_natural)
-        ]
+        return [LayerDifference(name, len(found[name]), _sum(found[name])) for name in sorted(found, key=_natural)]
 
     def most_changed(self, most: int | None = None) -> list[TensorDifference]:
         """The changed tensors, by descending fraction of changed elements, then by descending step."""
@@ -168,7 +166,9 @@ class Comparison(JsonValue):
 
 
 def layer_of(tensor: str) -> str:
-    """The layer of a tensor, by its name: up to the first number in it, as in ``model.layers.3``; without one, up to its last part."""
+    """The layer of a tensor, by its name: up to the first number in it, as in ``model.layers.3``; without one, up to
+    its last part.
+    """
     parts = tensor.split(".")
     for index, part in enumerate(parts):
         if part.isdecimal():
@@ -202,10 +202,10 @@ class Matching:
         )
 
 
-def known_equal(
-    specs: Iterable[TensorSpec], before: Mapping[str, str], after: Mapping[str, str]
-) -> frozenset[str]:
-    """Names of the tensors that need not be read: their digests on both sides are known and equal, or they have no elements."""
+def known_equal(specs: Iterable[TensorSpec], before: Mapping[str, str], after: Mapping[str, str]) -> frozenset[str]:
+    """Names of the tensors that need not be read: their digests on both sides are known and equal, or they have no
+    elements.
+    """
     return frozenset(
         spec.name
         for spec in specs

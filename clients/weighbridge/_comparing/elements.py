@@ -1,8 +1,8 @@
 """Changed elements of two runs of bytes of one dtype, and the largest step between them, exact for the dtype.
 
-An element has changed if its bits have: a transfer of changed elements would carry it. So zero and minus zero differ by a step
-of 0, and a NaN with the same bits has not changed. A step is defined between finite numbers; changed elements with a NaN or an infinity
-on either side are counted separately.
+An element has changed if its bits have: a transfer of changed elements would carry it. So zero and minus zero differ by
+a step of 0, and a NaN with the same bits has not changed. A step is defined between finite numbers; changed elements
+with a NaN or an infinity on either side are counted separately.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def difference(dtype: DType, before: Bytes, after: Bytes) -> Difference:
         before, after: contiguous, of the same whole number of elements.
 
     Returns:
-        The difference. Its step is a float64, correctly rounded; for integers, an integer. A step beyond the range of float64 is its
-        largest number.
+        The difference. Its step is a float64, correctly rounded; for integers, an integer. A step beyond the range of
+        float64 is its largest number.
     """
     found = Difference(len(before) // dtype.itemsize)
     for start in range(0, len(before), _WINDOW):
@@ -66,7 +66,9 @@ def _integer_step(dtype: DType, before: Bits, after: Bits) -> int:
 
 
 def _e4m3() -> NDArray[np.float64]:
-    """Values of all patterns of FP8 E4M3 (OCP 8-bit Floating Point Specification 1.0): bias 7, no infinity, one NaN of either sign."""
+    """Values of all patterns of FP8 E4M3 (OCP 8-bit Floating Point Specification 1.0): bias 7, no infinity, one NaN of
+    either sign.
+    """
     codes = np.arange(256)
     exponents, mantissas = codes >> 3 & 15, codes & 7
     magnitudes: NDArray[np.float64] = np.ldexp(

@@ -26,9 +26,7 @@ def check_picture(path: Path) -> None:
         FailedPrecondition: matplotlib is not installed.
     """
     if path.suffix.lower() not in FORMATS:
-        raise InvalidArgument(
-            f"{str(path)!r} does not end in a picture format", fix=f"end it in {', '.join(FORMATS)}"
-        )
+        raise InvalidArgument(f"{str(path)!r} does not end in a picture format", fix=f"end it in {', '.join(FORMATS)}")
     with needs_extra("plot", "a picture"):
         importlib.import_module("matplotlib.figure")
 

@@ -36,7 +36,10 @@ class Side(Protocol):
     def digests(self) -> Mapping[str, str]: ...
 
     def read(self, shards: Sequence[Shard]) -> Iterator[NDArray[np.uint8]]:
-        """The bytes of some boxes, in their order, one box at a time. A box is a run of its tensor's elements in row-major order."""
+        """The bytes of some boxes, in their order, one box at a time.
+
+        A box is a run of its tensor's elements in row-major order.
+        """
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,7 @@ class VersionSide:
         digests: Mapping[str, str] = {}
         if planned.version.state.stored:
             digests = client.tensor_digests(model, number)
-        return VersionSide(
-            f"{model}@{number}", planned.layout.tensors, digests, client, Reference(model, str(number))
-        )
+        return VersionSide(f"{model}@{number}", planned.layout.tensors, digests, client, Reference(model, str(number)))
 
     def read(self, shards: Sequence[Shard]) -> Iterator[NDArray[np.uint8]]:
         """The bytes of some boxes."""

@@ -1,7 +1,7 @@
 """fp8 weights with one scale for each block, as DeepSeek-V3 publishes them: their names and shapes.
 
-A matrix in float8_e4m3fn has a tensor ``<its name>_scale_inv`` with one factor for each block of rows and columns. A weight is the product
-of both. ``quantization_config.weight_block_size`` in config.json is the size of a block.
+A matrix in float8_e4m3fn has a tensor ``<its name>_scale_inv`` with one factor for each block of rows and columns. A
+weight is the product of both. ``quantization_config.weight_block_size`` in config.json is the size of a block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def is_quantized(config: Mapping[str, Any]) -> bool:
 
 
 def quantization_of(config: Mapping[str, Any]) -> str:
-    """Return the quantisation method that a config names, such as ``fp8`` or ``mxfp4``; empty if it does not name one."""
+    """Return the quantisation method that a config names, such as ``fp8`` or ``mxfp4``; empty if it does not name
+    one.
+    """
     quantization = config.get("quantization_config")
     return str(quantization.get("quant_method", ""))[:40] if isinstance(quantization, Mapping) else ""
 
@@ -52,9 +54,7 @@ def block_of(config: Mapping[str, Any]) -> tuple[int, int]:
     if size is None:
         return DEFAULT_BLOCK
     if not isinstance(size, list) or len(size) != 2 or any(type(n) is not int or n < 1 for n in size):
-        raise InvalidArgument(
-            f"config.json has weight_block_size = {str(size)[:40]}, not two positive integers"
-        )
+        raise InvalidArgument(f"config.json has weight_block_size = {str(size)[:40]}, not two positive integers")
     return size[0], size[1]
 
 
@@ -65,7 +65,5 @@ def scale_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
         InvalidArgument: the weight and the block have different numbers of axes.
     """
     if len(shape) != len(block):
-        raise InvalidArgument(
-            f"a tensor of shape {list(shape)} cannot have scales for blocks of {list(block)}"
-        )
+        raise InvalidArgument(f"a tensor of shape {list(shape)} cannot have scales for blocks of {list(block)}")
     return tuple(math.ceil(n / b) for n, b in zip(shape, block, strict=True))

@@ -1,8 +1,8 @@
 """Boxes: an offset and an extent inside a tensor, the arithmetic on them, and links of boxes of two tensors.
 
-The module does only integer arithmetic on tuples; it does not handle dtypes, bytes or files. Boxes, shards, placements, links and copies
-are named tuples: a large model has hundreds of thousands of each, and tuples are created, compared and hashed three times as fast as frozen
-dataclasses.
+The module does only integer arithmetic on tuples; it does not handle dtypes, bytes or files. Boxes, shards, placements,
+links and copies are named tuples: a large model has hundreds of thousands of each, and tuples are created, compared and
+hashed three times as fast as frozen dataclasses.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["Box"]
 
 _MOST_COMPARED = 1 << 20
 _MOST_CUTS, _FREE_CUTS = 64, 1 << 18
-"""Limit on the work of `_Cuts`: it may sort `_FREE_CUTS` boxes in total, and additionally each box `_MOST_CUTS` times on average. In a grid
-of eight axes a box is sorted at most 36 times, and most boxes only a few times.
+"""Limit on the work of `_Cuts`: it may sort `_FREE_CUTS` boxes in total, and additionally each box `_MOST_CUTS` times
+on average. In a grid of eight axes a box is sorted at most 36 times, and most boxes only a few times.
 """
 
 
@@ -54,7 +54,7 @@ class Box(NamedTuple):
         if not len(self.offset) == len(self.extent) == len(shape):
             return False
         # a loop: this runs for every shard of a large model, and a generator takes three times as long
-        for o, e, n in zip(self.offset, self.extent, shape, strict=True):
+        for o, e, n in zip(self.offset, self.extent, shape, strict=True):  # noqa: SIM110
             if o < 0 or e < 0 or o + e > n:
                 return False
         return True
@@ -86,8 +86,8 @@ class Link(NamedTuple):
         source_box: box of the source tensor.
         target: name of the target tensor.
         target_box: box of the target tensor.
-        axes: for each target axis the corresponding source axis, or None if the target's extent is one. Source axes that do not occur have
-            extent one. So axes may be permuted, added and removed.
+        axes: for each target axis the corresponding source axis, or None if the target's extent is one. Source axes
+            that do not occur have extent one. So axes may be permuted, added and removed.
     """
 
     source: str
@@ -130,7 +130,9 @@ class Link(NamedTuple):
         return Box(tuple(offset), tuple(extent))
 
     def placed(self, source: str, under: tuple[int, ...], target: str, onto: tuple[int, ...]) -> Link:
-        """Return the same link between tensors with other names that are stacked along leading axes, at these indexes."""
+        """Return the same link between tensors with other names that are stacked along leading axes, at these
+        indexes.
+        """
         source_box, target_box, axes = self.source_box, self.target_box, self.axes
         if under:
             source_box = source_box.under(under)
@@ -171,12 +173,12 @@ def _subtract_one(box: Box, other: Box) -> Iterator[Box]:
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
     """Return two boxes that share elements, as ``(i, j, common part)``; None if all are disjoint.
 
-    Boxes are split recursively by planes that do not cut any of them, so a grid of any size needs only a few sorts. Only boxes that no
-    plane separates are compared with each other.
+    Boxes are split recursively by planes that do not cut any of them, so a grid of any size needs only a few sorts.
+    Only boxes that no plane separates are compared with each other.
 
     Raises:
-        LayoutError: the search would take minutes, because planes separate too few boxes. No known way to shard tensors produces such
-            boxes.
+        LayoutError: the search would take minutes, because planes separate too few boxes. No known way to shard tensors
+            produces such boxes.
     """
     compared = 0
     cuts = _Cuts(boxes)
@@ -200,7 +202,9 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
 
 
 def gaps(box: Box, others: Sequence[Box]) -> Iterator[Box]:
-    """Yield the elements of a box that are in none of others, as disjoint boxes. The others are disjoint and lie in the box.
+    """Yield the elements of a box that are in none of others, as disjoint boxes.
+
+    The others are disjoint and lie in the box.
 
     The others are split as in `first_overlap`, so the first gaps are found soon, regardless of the number of boxes.
 
@@ -242,7 +246,10 @@ class _Cuts:
         self._left = _FREE_CUTS + _MOST_CUTS * len(boxes)
 
     def part(self, group: Sequence[int]) -> tuple[int, list[list[int]]]:
-        """Return an axis, and the parts along it; one part if no plane splits the group. Raises LayoutError beyond the limit on work."""
+        """Return an axis, and the parts along it; one part if no plane splits the group.
+
+        Raises LayoutError beyond the limit on work.
+        """
         for axis in range(len(self._boxes[group[0]].offset)):
             self._left -= len(group)
             if self._left < 0:
@@ -294,26 +301,28 @@ def row_major_boxes(extent: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def strided_boxes(extent: Sequence[int], strides: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Return the elements of a strided array that lie in a range of its memory, as at most ``2 * rank - 1`` boxes of the array.
+    """Return the elements of a strided array that lie in a range of its memory, as at most ``2 * rank - 1`` boxes of
+    the array.
 
     Args:
         extent: extent of the array.
-        strides: distance between neighbours along each axis, in elements. No two elements may share a place, and the elements at one index
-            of an axis may not be interleaved with those at another index. Any view that slicing and permuting a dense array produces
-            satisfies this.
+        strides: distance between neighbours along each axis, in elements. No two elements may share a place, and the
+            elements at one index of an axis may not be interleaved with those at another index. Any view that slicing
+            and permuting a dense array produces satisfies this.
         start, stop: the range, relative to the array's first element.
     """
     order = sorted(range(len(extent)), key=lambda axis: -strides[axis] if extent[axis] > 1 else 0)
     sizes, steps = [extent[axis] for axis in order], [strides[axis] for axis in order]
     found = row_major_boxes(sizes, _before(sizes, steps, start), _before(sizes, steps, stop))
     back = sorted(range(len(order)), key=order.__getitem__)
-    return [
-        Box(tuple([box.offset[at] for at in back]), tuple([box.extent[at] for at in back])) for box in found
-    ]
+    return [Box(tuple([box.offset[at] for at in back]), tuple([box.extent[at] for at in back])) for box in found]
 
 
 def _before(extent: Sequence[int], strides: Sequence[int], position: int) -> int:
-    """Return the number of elements of a strided array that lie before a position in memory. Axes are in descending order of their strides."""
+    """Return the number of elements of a strided array that lie before a position in memory.
+
+    Axes are in descending order of their strides.
+    """
     left, found, volume = max(position, 0), 0, math.prod(extent)
     for size, stride in zip(extent, strides, strict=True):
         if size > 1:

@@ -1,7 +1,7 @@
 """Element types, with the names that safetensors, torch and users give them.
 
-The canonical name is the one in safetensors headers (``BF16``), because every file that the service stores contains it. The names come from
-the safetensors format description and from ``torch.dtype``.
+The canonical name is the one in safetensors headers (``BF16``), because every file that the service stores contains it.
+The names come from the safetensors format description and from ``torch.dtype``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class DType:
         return self.short in ("bf16", "fp16", "fp32", "fp64")
 
     def widens_to(self, other: DType) -> bool:
-        """Whether both are floating-point dtypes and ``other`` can represent all numbers of this one, so that the cast is exact."""
+        """Whether both are floating-point dtypes and ``other`` can represent all numbers of this one, so that the cast
+        is exact.
+        """
         return self.is_float and other.is_float and self.itemsize < other.itemsize
 
     def __str__(self) -> str:
@@ -104,7 +106,8 @@ def from_torch(dtype: torch.dtype) -> DType:
 
 
 def parse(dtype: str | torch.dtype | DType) -> DType:
-    """Return the dtype for any of its names, ``BF16``, ``bf16``, ``bfloat16``, ``torch.bfloat16``, or for ``torch.bfloat16`` itself.
+    """Return the dtype for any of its names, ``BF16``, ``bf16``, ``bfloat16``, ``torch.bfloat16``, or for
+    ``torch.bfloat16`` itself.
 
     Raises:
         InvalidArgument: no dtype has that name.

@@ -1,4 +1,6 @@
-"""Names of a version's files: paths within its folder that are safe as parts of a path, of a URL and of an object key."""
+"""Names of a version's files: paths within its folder that are safe as parts of a path, of a URL and of an object
+key.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,13 @@ MOST_CHARACTERS = 256
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 """Names of the files in which transformers describes the weights of a model, and peft those of an adapter."""
 SIGNATURES_FOLDER = "signatures"
-"""Folder in an exported version that contains its signatures. A version does not have files in a folder with this name."""
+"""Folder in an exported version that contains its signatures.
+
+A version does not have files in a folder with this name.
+"""
 ALLOWED = (
-    f"1 to 128 letters, digits, '-', '_' or '.', not starting with '-' or '.', in at most {MOST_LEVELS - 1} folders and with at most "
+    "1 to 128 letters, digits, '-', '_' or '.', not starting with '-' or '.', in at most "
+    f"{MOST_LEVELS - 1} folders and with at most "
     f"{MOST_CHARACTERS} characters in all"
 )
 

@@ -29,7 +29,10 @@ def names_of(kind: Any) -> tuple[str, ...]:
 
 
 def json_value(value: Any) -> Any:
-    """Return the value in a form that `json` can write. It may contain `JsonValue` dataclasses and enums at any depth."""
+    """Return the value in a form that `json` can write.
+
+    It may contain `JsonValue` dataclasses and enums at any depth.
+    """
     if type(value) in (int, str, bool, float):  # nearly all values
         return value
     match value:

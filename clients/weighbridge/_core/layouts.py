@@ -1,8 +1,9 @@
 """Layouts: boxes of tensors, and their places in buffers.
 
-The shards of a trainer rank, a folder of safetensors files and the slices for an engine all have this type. Every shard is stored dense and
-row-major at a byte offset of a named buffer. The shards of a rank, and the slices of a pull, follow each other in one buffer, the
-**stream**, whose name is the empty string. The shards of a Hugging Face folder are in buffers that are named after its files.
+The shards of a trainer rank, a folder of safetensors files and the slices for an engine all have this type. Every shard
+is stored dense and row-major at a byte offset of a named buffer. The shards of a rank, and the slices of a pull, follow
+each other in one buffer, the **stream**, whose name is the empty string. The shards of a Hugging Face folder are in
+buffers that are named after its files.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ __all__ = ["Layout", "Placement", "Shard", "TensorSpec"]
 
 STREAM = ""
 MAX_RANK = 8
-"""Maximum number of axes of a tensor. The known weight with the most axes, a convolution over video patches, has five."""
+"""Maximum number of axes of a tensor.
+
+The known weight with the most axes, a convolution over video patches, has five.
+"""
 MAX_NAME_LENGTH = 512
 MAX_TENSORS = 500_000
 """Maximum number of tensors of a model. The known model with the most tensors has 70,000."""
@@ -56,8 +60,8 @@ class Shard(NamedTuple):
     Attributes:
         tensor: name of the tensor.
         box: box of the tensor, in elements of the global tensor.
-        main: whether this is the main replica. Of all shards with the same box exactly one is the main replica (Megatron's ``replica_id``
-            is all zeros); the others hold the same bytes.
+        main: whether this is the main replica. Of all shards with the same box exactly one is the main replica
+            (Megatron's ``replica_id`` is all zeros); the others hold the same bytes.
     """
 
     tensor: str
@@ -91,8 +95,8 @@ class Layout:
         """Return the layout in which ``shards`` follow each other in one stream.
 
         Raises:
-            LayoutError: a shard names a tensor that is not in ``specs``, or does not fit into it; or two specs have the same name and
-                differ.
+            LayoutError: a shard names a tensor that is not in ``specs``, or does not fit into it; or two specs have the
+                same name and differ.
         """
         tensors: dict[str, TensorSpec] = {}
         for spec in specs:
@@ -103,9 +107,7 @@ class Layout:
         for shard in shards:
             found = tensors.get(shard.tensor)
             if found is None:
-                raise LayoutError(
-                    f"a shard belongs to {shard.tensor[:200]!r}, which the layout does not list"
-                )
+                raise LayoutError(f"a shard belongs to {shard.tensor[:200]!r}, which the layout does not list")
             if not shard.box.fits(found.shape):
                 raise LayoutError(
                     f"a box with offset {list(shard.box.offset)[:MAX_RANK]} and extent "
@@ -161,7 +163,9 @@ class Layout:
         return len(self.by_tensor) == len(self.tensors)
 
     def renamed(self, names: Mapping[str, str]) -> Layout:
-        """Return the layout of the tensors that have an entry in ``names``, under their new names and at the same places."""
+        """Return the layout of the tensors that have an entry in ``names``, under their new names and at the same
+        places.
+        """
         return Layout(
             MappingProxyType({new: replace(self.tensors[old], name=new) for old, new in names.items()}),
             tuple(
@@ -206,7 +210,8 @@ class WeightLinks:
 
 
 def adapter_digest(config_json: bytes, tensors: Iterable[TensorSpec]) -> str:
-    """Return the digest that identifies an adapter, as 64 hex digits: SHA-256 of its ``adapter_config.json`` and the digest of its tensors.
+    """Return the digest that identifies an adapter, as 64 hex digits: SHA-256 of its ``adapter_config.json`` and the
+    digest of its tensors.
 
     Args:
         config_json: content of ``adapter_config.json``.
@@ -216,7 +221,8 @@ def adapter_digest(config_json: bytes, tensors: Iterable[TensorSpec]) -> str:
 
 
 def check_spec(spec: TensorSpec) -> None:
-    """Refuse a tensor whose name or shape cannot belong to a model, because tensors that are received over the network are not trusted.
+    """Refuse a tensor whose name or shape cannot belong to a model, because tensors that are received over the network
+    are not trusted.
 
     Raises:
         LayoutError: the tensor breaks a rule (names it).

@@ -11,7 +11,9 @@ V = TypeVar("V")
 
 
 class Cache(Generic[V]):
-    """The most recently used values, by key. Thread-safe. If two threads miss a value at the same time, it may be made twice.
+    """The most recently used values, by key. Thread-safe.
+
+    If two threads miss a value at the same time, it may be made twice.
 
     Args:
         kept: maximum total weight of the values. One value is kept regardless of its weight.
@@ -38,8 +40,8 @@ class Cache(Generic[V]):
             self._put(key, value)
 
     def put_instead(self, key: Hashable, old: V | None, value: V) -> V:
-        """Replace ``old``, or add the value if the key does not have one (compare-and-swap). If another thread has put a different value,
-        return that value.
+        """Replace ``old``, or add the value if the key does not have one (compare-and-swap). If another thread has put
+        a different value, return that value.
         """
         with self._lock:
             there = self._values.get(key)
@@ -82,8 +84,8 @@ class Cache(Generic[V]):
                 self.drop(key)
 
     def get_or_make(self, key: Hashable, make: Callable[[], V]) -> V:
-        """Return the value of a key; make it if the key does not have one. Callers that make a value at the same time all get the first
-        one.
+        """Return the value of a key; make it if the key does not have one. Callers that make a value at the same time
+        all get the first one.
         """
         found = self.get(key)
         return self.put_instead(key, None, make()) if found is None else found

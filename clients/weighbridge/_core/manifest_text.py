@@ -1,4 +1,6 @@
-"""Manifest of a version as a client reads it: its version, its origin, and the files that it lists. docs/manifest.md describes the format."""
+"""Manifest of a version as a client reads it: its version, its origin, and the files that it lists. docs/manifest.md
+describes the format.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ class ManifestText:
         parent: number of the previous version; 0 if this is the first.
         files: all files of the version by name, except the manifest itself and block digests.
         weights: names of the files that contain tensors.
-        tensors: XXH3-128 of each tensor's bytes by name, as 32 hex digits, for the tensors for which the manifest contains it.
+        tensors: XXH3-128 of each tensor's bytes by name, as 32 hex digits, for the tensors for which the manifest
+            contains it.
         provenance: who pushed the version, and how.
         metadata: metadata that was pushed with the version.
     """
@@ -83,9 +86,7 @@ class ManifestText:
                 files=files,
                 weights=frozenset(tensor["file"] for tensor in weights["tensors"].values()),
                 tensors={
-                    name: str(tensor["xxh3_128"])
-                    for name, tensor in weights["tensors"].items()
-                    if "xxh3_128" in tensor
+                    name: str(tensor["xxh3_128"]) for name, tensor in weights["tensors"].items() if "xxh3_128" in tensor
                 },
                 provenance=dict(found.get("provenance", {})),
                 metadata=dict(found.get("metadata", {})),

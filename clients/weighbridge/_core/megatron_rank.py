@@ -30,14 +30,12 @@ class MegatronRank:
     expert_dp: int = 0
 
     @staticmethod
-    def of_world(
-        rank: int, world: int, *, tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1
-    ) -> MegatronRank:
-        """Return the position of a rank in a job of ``world`` ranks, in Megatron-core's default order (tp, cp, ep, dp, pp)."""
+    def of_world(rank: int, world: int, *, tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1) -> MegatronRank:
+        """Return the position of a rank in a job of ``world`` ranks, in Megatron-core's default order (tp, cp, ep, dp,
+        pp).
+        """
         if world % (tp * pp) or world % (etp * ep * pp) or not 0 <= rank < world:
-            raise InvalidArgument(
-                f"rank {rank} of {world} does not fit TP {tp}, PP {pp}, EP {ep} and expert TP {etp}"
-            )
+            raise InvalidArgument(f"rank {rank} of {world} does not fit TP {tp}, PP {pp}, EP {ep} and expert TP {etp}")
         stage, within = divmod(rank, world // pp)
         return MegatronRank(
             (within % tp, tp), (stage, pp), (within // etp % ep, ep), (within % etp, etp),

@@ -1,4 +1,6 @@
-"""Metadata of versions: named scalars that a trainer gives them, their limits, and the conditions by which versions are listed."""
+"""Metadata of versions: named scalars that a trainer gives them, their limits, and the conditions by which versions are
+listed.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,11 @@ Metadata: TypeAlias = Mapping[str, MetadataValue]
 OTHER_WRITER = "weighbridge.other_writer"
 """Key under which the service names a version that another job has pushed since the previous version of this job."""
 BASE, BASE_DIGEST = "weighbridge.base", "weighbridge.base_digest"
-"""Keys under which the service names the base of an adapter's version, such as ``acme/smol@17``, and the digest in the base's manifest. In
-an opening, `BASE` is the base that a rank names, by a number or a ref."""
+"""Keys under which the service names the base of an adapter's version, such as ``acme/smol@17``, and the digest in the
+base's manifest. In an opening, `BASE` is the base that a rank names, by a number or a ref."""
 ADAPTER_DIGEST = "weighbridge.adapter"
-"""Key in an opening for the digest of the adapter that a rank pushes (`weighbridge._core.layouts.adapter_digest`). The service compares the
-digest and does not store it.
+"""Key in an opening for the digest of the adapter that a rank pushes (`weighbridge._core.layouts.adapter_digest`). The
+service compares the digest and does not store it.
 """
 OF_OPENING = frozenset((BASE, BASE_DIGEST, ADAPTER_DIGEST))
 """Names in the metadata of an opening that are not metadata of the version."""
@@ -49,11 +51,12 @@ _COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 def checked_metadata(metadata: Mapping[str, object]) -> dict[str, MetadataValue]:
-    """Return metadata in the form that is stored: strings, 64-bit integers, finite numbers and booleans. A numpy scalar becomes its Python
-    value.
+    """Return metadata in the form that is stored: strings, 64-bit integers, finite numbers and booleans. A numpy scalar
+    becomes its Python value.
 
     Raises:
-        InvalidArgument: the metadata is not a mapping, a key or a value is invalid, or the metadata exceeds `MAX_KEYS` or `MAX_BYTES`.
+        InvalidArgument: the metadata is not a mapping, a key or a value is invalid, or the metadata exceeds `MAX_KEYS`
+            or `MAX_BYTES`.
     """
     if not isinstance(metadata, Mapping):
         raise InvalidArgument(
@@ -113,7 +116,9 @@ class BaseVersion(JsonValue):
 
 
 def with_other_writer(metadata: Metadata, other: str) -> Metadata:
-    """Return metadata with the entry `OTHER_WRITER`, if there is another writer and the entry fits within the limits."""
+    """Return metadata with the entry `OTHER_WRITER`, if there is another writer and the entry fits within the
+    limits.
+    """
     if not other:
         return metadata
     try:
@@ -145,8 +150,8 @@ def _checked_value(key: object, value: object) -> MetadataValue:
 
 
 def parse_value(text: str) -> MetadataValue:
-    """Parse a value that a user typed: a JSON number, ``true`` or ``false`` in upper or lower case, or a JSON string in quotes. Everything
-    else is a string.
+    """Parse a value that a user typed: a JSON number, ``true`` or ``false`` in upper or lower case, or a JSON string in
+    quotes. Everything else is a string.
 
     Raises:
         InvalidArgument: the value is a number that is not finite.
@@ -189,8 +194,8 @@ class Condition:
     def holds(self, metadata: Metadata) -> bool:
         """Whether a version's metadata meets the condition.
 
-        A condition on a missing key is false. Values of different kinds are unequal, and neither is less or greater. A string that parses
-        as a number or boolean counts as one in a comparison with a value that is not a string.
+        A condition on a missing key is false. Values of different kinds are unequal, and neither is less or greater. A
+        string that parses as a number or boolean counts as one in a comparison with a value that is not a string.
         """
         if self.key not in metadata:
             return False

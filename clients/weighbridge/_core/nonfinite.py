@@ -21,8 +21,8 @@ _WINDOW = 4 << 20
 class Encoding(NamedTuple):
     """Encoding of non-finite values in a dtype: a bit pattern is non-finite if all bits of a mask are set in it.
 
-    The mask covers the highest bits of the magnitude. Therefore a pattern is non-finite exactly if its magnitude, as an unsigned integer,
-    is at least the mask.
+    The mask covers the highest bits of the magnitude. Therefore a pattern is non-finite exactly if its magnitude, as an
+    unsigned integer, is at least the mask.
 
     Attributes:
         itemsize: bytes of one pattern.
@@ -45,8 +45,8 @@ class Encoding(NamedTuple):
         return self.itemsize * self.width
 
 
-# IEEE 754 for 16 to 64 bits; OCP 8-bit Floating Point Specification 1.0 (E4M3 has one NaN and no infinity, E5M2 is as IEEE 754);
-# OCP Microscaling Formats 1.0 (E8M0 has no sign, and one NaN)
+# IEEE 754 for 16 to 64 bits; OCP 8-bit Floating Point Specification 1.0 (E4M3 has one NaN and no infinity, E5M2 is as
+# IEEE 754); OCP Microscaling Formats 1.0 (E8M0 has no sign, and one NaN)
 _ENCODINGS: Mapping[str, Encoding] = {
     "F8_E4M3": Encoding(1, 0x7F),
     "F8_E5M2": Encoding(1, 0x7C),
@@ -98,7 +98,10 @@ class NonfiniteCounter:
             self._count(part, encoding)
 
     def _count(self, data: Bytes, encoding: Encoding) -> None:
-        """Count whole elements, at least one. If the previous bytes contained non-finite elements, these probably do too."""
+        """Count whole elements, at least one.
+
+        If the previous bytes contained non-finite elements, these probably do too.
+        """
         found = 0 if not self._expected and _all_finite(data, encoding) else _count_exactly(data, encoding)
         self._expected = found > 0
         self.count += found
@@ -117,10 +120,12 @@ def _windows(data: Bytes) -> Iterator[Bytes]:
 
 
 def _all_finite(data: Bytes, encoding: Encoding) -> bool:
-    """Whether all elements are finite, which is nearly always true. This takes two reductions without a temporary array.
+    """Whether all elements are finite, which is nearly always true.
 
-    The maximum of the patterns as signed integers belongs to the largest positive value, and as unsigned integers to the negative value
-    with the largest magnitude.
+    This takes two reductions without a temporary array.
+
+    The maximum of the patterns as signed integers belongs to the largest positive value, and as unsigned integers to
+    the negative value with the largest magnitude.
     """
     itemsize, mask, sign = encoding.itemsize, encoding.mask, encoding.sign
     largest = data.view(f"<u{itemsize}").max()

@@ -1,8 +1,8 @@
-"""Lengths of pauses between attempts. They double up to a limit and are random, so that clients that failed at the same time do not retry
-at the same time.
+"""Lengths of pauses between attempts. They double up to a limit and are random, so that clients that failed at the same
+time do not retry at the same time.
 
-`Pauses` does not have state: the caller passes a random number from `DICE`. (Retry libraries sleep themselves, which is of no use to an
-event loop or a state machine.)
+`Pauses` does not have state: the caller passes a random number from `DICE`. (Retry libraries sleep themselves, which is
+of no use to an event loop or a state machine.)
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 _MOST_DOUBLINGS = 64
 
 DICE = random.Random()
-"""The package's own random number generator. Python's generator belongs to the program: training seeds it, stores its state, and expects
-the same numbers after a restore. Ranks that give it the same seed would also have the same pauses.
+"""The package's own random number generator. Python's generator belongs to the program: training seeds it, stores its
+state, and expects the same numbers after a restore. Ranks that give it the same seed would also have the same pauses.
 """
 
 os.register_at_fork(after_in_child=DICE.seed)

@@ -1,5 +1,5 @@
-"""Reference to a version of a model, as ``namespace/name@version`` or as model and version separately; and the name of the model's training
-state.
+"""Reference to a version of a model, as ``namespace/name@version`` or as model and version separately; and the name of
+the model's training state.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from weighbridge.errors import InvalidArgument
 
 TRAINING = "training"
-"""The part of a model that contains training states. It follows the model's name after a colon: ``acme/smol:training``."""
+"""The part of a model that contains training states.
+
+It follows the model's name after a colon: ``acme/smol:training``.
+"""
 _MOST_DIGITS = 20
 
 
 def training_of(model: str) -> str:
-    """Return the name of the part that contains a model's training states: ``acme/smol:training`` for ``acme/smol`` and for
-    ``acme/smol:training``.
+    """Return the name of the part that contains a model's training states: ``acme/smol:training`` for ``acme/smol`` and
+    for ``acme/smol:training``.
     """
     return model if is_training(model) else f"{model}:{TRAINING}"
 
@@ -86,8 +89,8 @@ def parse_reference(text: str, *, need_version: bool = True, by_number: bool = F
         by_number: whether the error tells the user to name the version by its number.
 
     Raises:
-        InvalidArgument: the text does not contain ``@`` although a version is needed, contains more than one ``@``, or has nothing on one
-            side of it.
+        InvalidArgument: the text does not contain ``@`` although a version is needed, contains more than one ``@``, or
+            has nothing on one side of it.
     """
     model, at, version = text.partition("@")
     if not at and need_version:
@@ -98,7 +101,5 @@ def parse_reference(text: str, *, need_version: bool = True, by_number: bool = F
             else f"write {text}@latest, or a number or another ref",
         )
     if not model or "@" in version or (at and not version):
-        raise InvalidArgument(
-            f"{text!r} is not MODEL@VERSION", fix="write it like acme/smol@latest or acme/smol@17"
-        )
+        raise InvalidArgument(f"{text!r} is not MODEL@VERSION", fix="write it like acme/smol@latest or acme/smol@17")
     return Reference(model, version)

@@ -37,11 +37,14 @@ _MOST = 2**53
 REF_LIVE = "live"
 """The newest version that is complete and not held; it may not be verified or in the object store yet."""
 REF_LATEST = "latest"
-"""The newest version in the object store that is not held. Once this ref names a version, it always names one. The retention rules
-determine when a version that it no longer names is deleted.
+"""The newest version in the object store that is not held. Once this ref names a version, it always names one. The
+retention rules determine when a version that it no longer names is deleted.
 """
 RECEIVING = "receiving:"
-"""Pseudo-ref for watches: the newest version that is being received and may become ``live``. No ref can have this name."""
+"""Pseudo-ref for watches: the newest version that is being received and may become ``live``.
+
+No ref can have this name.
+"""
 HELD_CANDIDATE = "candidate"
 """Reason why a version is held: its trainer pushed it as a candidate, or the gate of its model requires approval."""
 HELD_NONFINITE = "nonfinite"
@@ -53,7 +56,9 @@ REQUEST_PROTECT, REQUEST_UNPROTECT = "protect", "unprotect"
 """Actions of a request for a protected ref: move it to a version, delete it, protect it, or remove its protection."""
 REQUEST_PENDING, REQUEST_DONE = "pending", "done"
 REQUEST_WITHDRAWN, REQUEST_SUPERSEDED, REQUEST_EXPIRED = "withdrawn", "superseded", "expired"
-"""States of a request: it waits for approval, it was carried out, or it will not be carried out, for one of three reasons."""
+"""States of a request: it waits for approval, it was carried out, or it will not be carried out, for one of three
+reasons.
+"""
 
 
 class VersionState(enum.Enum):
@@ -136,7 +141,10 @@ class Version(JsonValue):
     received_bytes: int = 0
     """Bytes of the tensors that have arrived."""
     nonfinite_elements: int = 0
-    """Number of elements that are NaN or infinite. Until the version is verified, this is the number that its ranks have counted."""
+    """Number of elements that are NaN or infinite.
+
+    Until the version is verified, this is the number that its ranks have counted.
+    """
     create_time_ms: int = 0
     """Unix time in milliseconds."""
     ready_time_ms: int = 0
@@ -150,8 +158,8 @@ class Version(JsonValue):
     error_details: tuple[str, ...] = ()
     """One line for each tensor, box or rank concerned."""
     held: tuple[str, ...] = ()
-    """Reasons why `live` and `latest` skip the version: `nonfinite` (elements are NaN or infinite), `candidate` (it waits for approval), or
-    a reason that a later release adds. Empty if the version is not held.
+    """Reasons why `live` and `latest` skip the version: `nonfinite` (elements are NaN or infinite), `candidate` (it
+    waits for approval), or a reason that a later release adds. Empty if the version is not held.
     """
     approved_reasons: tuple[str, ...] = ()
     """Reasons that were approved, of those for which the version was held."""
@@ -164,8 +172,8 @@ class Version(JsonValue):
     metadata: Metadata = field(default_factory=dict, hash=False)
     """Metadata that was pushed with the version."""
     waits_for: tuple[str, ...] = ()
-    """Reasons why a version that is being received is not complete yet, such as ranks that have not declared or sealed. Empty at a replica
-    that does not receive pushes of the version's ranks.
+    """Reasons why a version that is being received is not complete yet, such as ranks that have not declared or sealed.
+    Empty at a replica that does not receive pushes of the version's ranks.
     """
     traceparent: str = ""
     """Trace of the push (W3C Trace Context); empty if it is not traced."""
@@ -186,11 +194,17 @@ class Version(JsonValue):
 
     @property
     def base(self) -> BaseVersion | None:
-        """The base of a version of an adapter; null for any other version. If the base was deleted, `error` reports it."""
+        """The base of a version of an adapter; null for any other version.
+
+        If the base was deleted, `error` reports it.
+        """
         return BaseVersion.of(self.metadata)
 
     def check_whole(self) -> None:
-        """Raise FailedPrecondition if this is a version of an adapter. Called where a version of a whole model is needed."""
+        """Raise FailedPrecondition if this is a version of an adapter.
+
+        Called where a version of a whole model is needed.
+        """
         if self.base is not None:
             raise _no_whole_model(self.model, str(self.base))
 
@@ -220,9 +234,7 @@ def why_failed(version: Version) -> str:
     """Return a sentence that reports that a version failed, and why."""
     named = f"{version.model}@{version.number}"
     return (
-        version.error
-        if version.error.startswith(named)
-        else f"{named} (step {version.step}) failed: {version.error}"
+        version.error if version.error.startswith(named) else f"{named} (step {version.step}) failed: {version.error}"
     )
 
 
@@ -292,14 +304,18 @@ class Model(JsonValue):
 def _no_whole_model(name: str, base: str) -> FailedPrecondition:
     return FailedPrecondition(
         f"{name} is an adapter{f' on {base}' if base else ''}",
-        fix="load it beside its base, with peft, vLLM or SGLang, and import it with --base (docs/adapters.md); or push the merged model under another name (docs/recipes/lora.md) and take that",
+        fix=(
+            "load it beside its base, with peft, vLLM or SGLang, and import it with --base "
+            "(docs/adapters.md); or push the merged model under another name "
+            "(docs/recipes/lora.md) and take that"
+        ),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Retention(JsonValue):
-    """Rules by which versions of a model are kept. A version is kept if a ref names it or a rule matches it. Without rules, all versions
-    are kept.
+    """Rules by which versions of a model are kept. A version is kept if a ref names it or a rule matches it. Without
+    rules, all versions are kept.
 
     Raises:
         InvalidArgument: a rule is not an integer from 0 to 2**53.
@@ -396,7 +412,9 @@ class RefRequest(JsonValue):
     action: str
     """`move`, `delete`, `protect` or `unprotect`, or an action that a later release adds."""
     state: str
-    """`pending`, `done`, `withdrawn`, `superseded` by a newer request for the ref, `expired`, or a state that a later release adds."""
+    """`pending`, `done`, `withdrawn`, `superseded` by a newer request for the ref, `expired`, or a state that a later
+    release adds.
+    """
     version: int = 0
     """Number of the version that the ref will name; 0 if the request does not name one."""
     request_id: str = ""

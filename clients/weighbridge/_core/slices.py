@@ -10,7 +10,10 @@ from weighbridge.errors import InvalidArgument
 __all__ = ["Boxes", "ExpertParallel", "FullTensors", "LayoutRequest", "TensorParallel"]
 
 MAX_VOCAB_MULTIPLE = 1 << 16
-"""Maximum multiple to which a vocabulary is padded. Engines use 64, and trainers up to 128 times the number of their ranks."""
+"""Maximum multiple to which a vocabulary is padded.
+
+Engines use 64, and trainers up to 128 times the number of their ranks.
+"""
 _MAX_SIZE = (1 << 32) - 1
 
 
@@ -27,7 +30,8 @@ class FullTensors:
 
 @dataclass(frozen=True, slots=True)
 class ExpertParallel:
-    """Distribution of the experts of a model: each rank has a contiguous block of experts, and all blocks have the same length.
+    """Distribution of the experts of a model: each rank has a contiguous block of experts, and all blocks have the same
+    length.
 
     Attributes:
         size: number of ranks, or groups of ranks, over which the experts are distributed.
@@ -46,19 +50,20 @@ class ExpertParallel:
 class TensorParallel:
     """Slices of one rank of an engine, by the model's own parallel plan.
 
-    Key-value heads are replicated if the model has fewer heads than ranks. A rank gets tensors that the plan does not shard whole. It does
-    not get experts and layers of other ranks. If the experts of a layer are stacked in one tensor with gate and up side by side, a rank
-    that does not have the whole tensor gets two boxes of it, gate before up.
+    Key-value heads are replicated if the model has fewer heads than ranks. A rank gets tensors that the plan does not
+    shard whole. It does not get experts and layers of other ranks. If the experts of a layer are stacked in one tensor
+    with gate and up side by side, a rank that does not have the whole tensor gets two boxes of it, gate before up.
 
     Attributes:
         size: number of ranks that share the model.
         rank: index of this rank, from 0.
         experts: distribution of the experts; None if each expert is sharded like the other layers.
-        layers: first decoder layer of a pipeline stage, and one past its last; None for all layers. The first stage also has the
-            embedding and everything before it, such as image towers. The last stage also has the final norm, the output layer (or the
-            embedding, if it is tied) and the layers that predict additional tokens.
-        vocab_multiple: with 1, the model's own plan applies to the vocabulary. A larger number is for engines whose embedding and output
-            layer are vocabulary-parallel: both are padded with rows of zeros to a multiple of it, and then sharded. vLLM and SGLang use 64.
+        layers: first decoder layer of a pipeline stage, and one past its last; None for all layers. The first stage
+            also has the embedding and everything before it, such as image towers. The last stage also has the final
+            norm, the output layer (or the embedding, if it is tied) and the layers that predict additional tokens.
+        vocab_multiple: with 1, the model's own plan applies to the vocabulary. A larger number is for engines whose
+            embedding and output layer are vocabulary-parallel: both are padded with rows of zeros to a multiple of it,
+            and then sharded. vLLM and SGLang use 64.
 
     Raises:
         InvalidArgument: a rank does not exist, layers are out of order, or the multiple is out of range.
@@ -99,9 +104,7 @@ class TensorParallel:
 
 def _check_rank(what: str, size: int, rank: int) -> None:
     if not 0 <= rank < size <= _MAX_SIZE:
-        raise InvalidArgument(
-            f"{what} rank {rank} of {size} does not exist", fix="ranks count from 0 to size - 1"
-        )
+        raise InvalidArgument(f"{what} rank {rank} of {size} does not exist", fix="ranks count from 0 to size - 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Striping of a stream: the bytes that each of several calls transfers.
 
-A stream may be spread over several calls, each with its own connection. Beginning with its first byte, the stream is divided into stripes
-of 1 MiB. Call ``index`` of ``count`` transfers the stripes whose number modulo ``count`` is ``index``. All calls therefore advance through
-the stream together, and the receiver that reassembles it buffers only a few messages.
+A stream may be spread over several calls, each with its own connection. Beginning with its first byte, the stream is
+divided into stripes of 1 MiB. Call ``index`` of ``count`` transfers the stripes whose number modulo ``count`` is
+``index``. All calls therefore advance through the stream together, and the receiver that reassembles it buffers only a
+few messages.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class Striping:
     index: int = 0
 
     def after(self, position: int) -> int:
-        """Return the first byte of this part at or after a position of the stream. It may lie beyond the stream's end."""
+        """Return the first byte of this part at or after a position of the stream.
+
+        It may lie beyond the stream's end.
+        """
         stripe = position // STRIPE_BYTES
         ahead = (self.index - stripe) % self.count
         return (stripe + ahead) * STRIPE_BYTES if ahead else position
@@ -42,7 +46,8 @@ class Striping:
     def messages(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield the ranges of this part between two positions of the stream, divided into messages.
 
-        A single call divides the range into messages of 1 MiB from its beginning; several calls divide it at the ends of stripes.
+        A single call divides the range into messages of 1 MiB from its beginning; several calls divide it at the ends
+        of stripes.
         """
         position = self.after(begin)
         while position < end:
@@ -59,8 +64,8 @@ WHOLE = Striping()
 def default_connections(cpus: int | None = None) -> int:
     """Return the default number of connections over which a large stream is spread.
 
-    Measured over loopback: with 16 cores, two calls transfer a stream 1.3 to 1.6 times as fast as one, and more calls are not faster; with
-    two cores, two calls are as fast as one or slower.
+    Measured over loopback: with 16 cores, two calls transfer a stream 1.3 to 1.6 times as fast as one, and more calls
+    are not faster; with two cores, two calls are as fast as one or slower.
 
     Args:
         cpus: number of processors that this process may use; by default they are counted.

@@ -43,12 +43,11 @@ class Dequantized:
         config_json: the config of the result: without ``quantization_config``.
 
     Raises:
-        InvalidArgument: the folder has nothing to dequantise, a scale is missing or does not fit, or the config names another quantisation method.
+        InvalidArgument: the folder has nothing to dequantise, a scale is missing or does not fit, or the config names
+            another quantisation method.
     """
 
-    def __init__(
-        self, files: Layout, buffers: Mapping[str, OpenFile], config_json: bytes, dtype: DType
-    ) -> None:
+    def __init__(self, files: Layout, buffers: Mapping[str, OpenFile], config_json: bytes, dtype: DType) -> None:
         self._buffers = buffers
         self._dtype = dtype
         self.config_json, self._block = _config(config_json, dtype)
@@ -183,9 +182,7 @@ def _config(config_json: bytes, dtype: DType) -> tuple[bytes, tuple[int, int]]:
         quantization = config.pop("quantization_config", None) or {}
         if quantization.get("quant_method", "fp8") != "fp8":
             raise InvalidArgument(
-                f"quantization_config of config.json does not describe block-wise fp8 weights: {quantization}"[
-                    :300
-                ]
+                f"quantization_config of config.json does not describe block-wise fp8 weights: {quantization}"[:300]
             )
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidArgument(f"config.json cannot be read: {error}"[:300]) from error

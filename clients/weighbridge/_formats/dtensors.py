@@ -1,8 +1,9 @@
 """Boxes of a DTensor on this rank, and the local tensors with their elements.
 
-Placements are applied from left to right, each to the result of the previous ones, and cut an axis like `torch.chunk`: the last ranks get fewer
-elements, or none. ``_StridedShard``, FSDP2's over an axis that tensor parallelism cuts too, cuts the axis into pieces first and takes its part of
-each. Source of the conventions: ``torch.distributed.tensor.placement_types`` of torch 2.13.
+Placements are applied from left to right, each to the result of the previous ones, and cut an axis like `torch.chunk`:
+the last ranks get fewer elements, or none. ``_StridedShard``, FSDP2's over an axis that tensor parallelism cuts too,
+cuts the axis into pieces first and takes its part of each. Source of the conventions:
+``torch.distributed.tensor.placement_types`` of torch 2.13.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Cut(NamedTuple):
     Attributes:
         ranks: number of ranks.
         rank: this rank, from 0.
-        pieces: number of pieces into which the axis is cut first, each of which is then cut over the ranks; 1 except for a ``_StridedShard``.
+        pieces: number of pieces into which the axis is cut first, each of which is then cut over the ranks; 1 except
+            for a ``_StridedShard``.
     """
 
     ranks: int
@@ -36,7 +38,8 @@ class Cut(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)  # layers are cut in the same way
 def runs_after(length: int, cuts: tuple[Cut, ...]) -> tuple[tuple[int, int], ...]:
-    """Runs of indexes of an axis that remain after the cuts are applied in order: the first index of each and one past its last, in order.
+    """Runs of indexes of an axis that remain after the cuts are applied in order: the first index of each and one past
+    its last, in order.
 
     The work depends on the number of pieces, not on the length, because a file may claim any length.
     """
@@ -89,10 +92,12 @@ def local_shards(tensor: Any) -> list[tuple[Box, torch.Tensor]]:
         tensor: a DTensor, or any other tensor, which is on this rank as a whole.
 
     Returns:
-        An empty result for a rank without elements. Several boxes if runs of an axis are not adjacent in the whole tensor.
+        An empty result for a rank without elements. Several boxes if runs of an axis are not adjacent in the whole
+        tensor.
 
     Raises:
-        LayoutError: the tensor waits for a reduction, is placed in an unknown way, or its local tensor contradicts its placements.
+        LayoutError: the tensor waits for a reduction, is placed in an unknown way, or its local tensor contradicts its
+            placements.
     """
     local = local_tensor(tensor)
     if not _is_dtensor(tensor):
@@ -131,9 +136,7 @@ def cuts_of(
         if placement.is_partial():
             raise LayoutError(f"it is {placement!r}: its parts have not been reduced; redistribute it first")
         if not hasattr(placement, "dim"):
-            raise LayoutError(
-                f"its placement {placement!r} is not supported; redistribute it to Shard or Replicate"
-            )
+            raise LayoutError(f"its placement {placement!r} is not supported; redistribute it to Shard or Replicate")
         cuts[placement.dim].append(Cut(ranks, rank, int(getattr(placement, "split_factor", 1))))
     return [tuple(of_axis) for of_axis in cuts]
 
@@ -144,10 +147,7 @@ def boxes_of(runs: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Box, tuple
     for of_axis in runs:
         ends = itertools.accumulate(stop - start for start, stop in of_axis)
         axes.append(
-            [
-                (start, stop, slice(end - stop + start, end))
-                for (start, stop), end in zip(of_axis, ends, strict=True)
-            ]
+            [(start, stop, slice(end - stop + start, end)) for (start, stop), end in zip(of_axis, ends, strict=True)]
         )
     return [
         (
@@ -159,7 +159,9 @@ def boxes_of(runs: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Box, tuple
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:
-    """The local tensor of a DTensor, or any other tensor itself, detached, after waiting for the collective that produces it."""
+    """The local tensor of a DTensor, or any other tensor itself, detached, after waiting for the collective that
+    produces it.
+    """
     import torch
 
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):

@@ -1,4 +1,6 @@
-"""Boxes of a tensor whose elements are in a range of flat memory: a rank's part with ZeRO or with Megatron's distributed optimizer."""
+"""Boxes of a tensor whose elements are in a range of flat memory: a rank's part with ZeRO or with Megatron's
+distributed optimizer.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ class Part(NamedTuple):
     at: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The elements of the box, as a tensor of its extent that aliases the range. The range is dense and has one axis."""
+        """The elements of the box, as a tensor of its extent that aliases the range.
+
+        The range is dense and has one axis.
+        """
         return flat.as_strided(self.box.extent, self.strides, flat.storage_offset() + self.at)
 
 

@@ -46,7 +46,9 @@ _NAMED = 20
 
 @dataclass(frozen=True)
 class HeadBeside:
-    """Output head of the same shape and dtype as the embedding. The config does not state whether they are tied: that depends on the model's class.
+    """Output head of the same shape and dtype as the embedding.
+
+    The config does not state whether they are tied: that depends on the model's class.
 
     Attributes:
         head: its name.
@@ -83,9 +85,12 @@ class FolderWeights:
 
     @staticmethod
     def read(folder: Path, config_json: bytes, *, dequantize: DType | None = None) -> FolderWeights:
-        """Read the description of the weights in a folder, and check that they are complete. Only tensors that must be compared are read.
+        """Read the description of the weights in a folder, and check that they are complete.
 
-        A second copy of a tensor that the config ties to another one is left out; additions of wrappers to names are removed.
+        Only tensors that must be compared are read.
+
+        A second copy of a tensor that the config ties to another one is left out; additions of wrappers to names are
+        removed.
 
         Args:
             folder: the folder.
@@ -95,7 +100,8 @@ class FolderWeights:
         Raises:
             NotFound: the folder does not exist, contains no safetensors file, or a file is missing.
             DataLoss: a file is damaged, or lacks a tensor that the index lists.
-            InvalidArgument: the files do not belong to one model, tied tensors differ, or the weights cannot be dequantised.
+            InvalidArgument: the files do not belong to one model, tied tensors differ, or the weights cannot be
+                dequantised.
             LayoutError: LoRA adapters are not merged, or two tensors have the same name.
         """
         found = safetensors_files.read_folder(folder)
@@ -107,9 +113,7 @@ class FolderWeights:
             weights = Dequantized(files, buffers, config_json, dequantize)
             now = weights.layout.tensors
             cast = {
-                spec.dtype.name
-                for name, spec in files.tensors.items()
-                if name in now and now[name].dtype != spec.dtype
+                spec.dtype.name for name, spec in files.tensors.items() if name in now and now[name].dtype != spec.dtype
             }
             return FolderWeights(
                 weights.layout,
@@ -133,7 +137,8 @@ class FolderWeights:
         """A dtype that the floating-point weights can be cast to.
 
         Raises:
-            InvalidArgument: the weights or a tensor cannot be cast to it; fp8 tensors are meaningless without their scales.
+            InvalidArgument: the weights or a tensor cannot be cast to it; fp8 tensors are meaningless without their
+                scales.
         """
         target = dtypes.parse(dtype)
         if not target.is_float:
@@ -147,8 +152,8 @@ class FolderWeights:
         return target
 
     def as_model_has_them(self, model: Mapping[str, TensorSpec], cast: str) -> FolderWeights:
-        """The weights in the model's dtypes: unchanged if the dtypes match, otherwise cast as they are read. Errors are raised before a version is
-        opened.
+        """The weights in the model's dtypes: unchanged if the dtypes match, otherwise cast as they are read. Errors are
+        raised before a version is opened.
 
         Args:
             model: its tensors, by name.
@@ -194,7 +199,9 @@ def _remarks(folder: Path, found: safetensors_files.FolderFiles) -> tuple[str, .
 
 
 class StandIns:
-    """Tensors without data, in address space that is never accessed. The address of one, or of a view of it, identifies the bytes of the files.
+    """Tensors without data, in address space that is never accessed.
+
+    The address of one, or of a view of it, identifies the bytes of the files.
 
     Args:
         files: the tensors and their positions.
@@ -225,11 +232,12 @@ class StandIns:
             self.tensors[spec.name] = data.view(spec.dtype.torch).reshape(spec.shape)
 
     def opener(self, tensors: Sequence[torch.Tensor]) -> OpenSource:
-        """Creates the source for some of these tensors: the stand-ins, or views of them. They are read, and cast, as they are pushed."""
+        """Creates the source for some of these tensors: the stand-ins, or views of them.
+
+        They are read, and cast, as they are pushed.
+        """
         parts = [self._part(tensor) for tensor in tensors]
-        return lambda indexes, layout: _CastFiles(
-            layout, [tensors[i] for i in indexes], [parts[i] for i in indexes]
-        )
+        return lambda indexes, layout: _CastFiles(layout, [tensors[i] for i in indexes], [parts[i] for i in indexes])
 
     def _part(self, tensor: torch.Tensor) -> _FilePart:
         if not tensor.numel():
@@ -341,7 +349,9 @@ def tied_copies(config_json: bytes, tensors: Mapping[str, TensorSpec]) -> dict[s
 
 
 def _says_tied(config_json: bytes) -> bool | None:
-    """Whether a config ties the head to the embedding; None if the model's class decides, or if this is not a config."""
+    """Whether a config ties the head to the embedding; None if the model's class decides, or if this is not a
+    config.
+    """
     try:
         config = json.loads(config_json)
         text = config.get("text_config") or {}

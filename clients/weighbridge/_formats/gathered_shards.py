@@ -1,7 +1,8 @@
-"""Shares of tensors that all ranks of a framework gather: whole tensors, one after another, each freed when the next one is requested.
+"""Shares of tensors that all ranks of a framework gather: whole tensors, one after another, each freed when the next
+one is requested.
 
-Every rank receives the same tensors and copies its share of each. So all ranks together copy each gathered tensor once, concurrently, and no rank
-holds more than the tensor that it is receiving.
+Every rank receives the same tensors and copies its share of each. So all ranks together copy each gathered tensor once,
+concurrently, and no rank holds more than the tensor that it is receiving.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ _WORDS_AT_ONCE = 1 << 22
 
 
 def share_layout(tensors: Mapping[str, TensorSpec], rank: int, ranks: int) -> Layout:
-    """The share of one rank: rows of large tensors, and some whole small ones. The shares of all ranks together are the model.
+    """The share of one rank: rows of large tensors, and some whole small ones.
+
+    The shares of all ranks together are the model.
 
     Args:
         tensors: the model's, by name; in the same order on all ranks.
@@ -91,8 +94,8 @@ class Passing(NamedTuple):
 class GatheredShards:
     """Shards that a rank pushes, of tensors that arrive one after another. They can be iterated once.
 
-    Names are interpreted as in `push_state_dict`. Rotary frequencies are left out, and so are copies of tied tensors, after a comparison of their
-    bytes.
+    Names are interpreted as in `push_state_dict`. Rotary frequencies are left out, and so are copies of tied tensors,
+    after a comparison of their bytes.
 
     Args:
         weights: ``(name, tensor)`` pairs, of the whole tensors.
@@ -127,14 +130,17 @@ class GatheredShards:
 
     @property
     def casts(self) -> tuple[int, int]:
-        """Number of tensors that were cast, and number of exact casts among these; final once all tensors have arrived."""
+        """Number of tensors that were cast, and number of exact casts among these; final once all tensors have
+        arrived.
+        """
         return len(self._casts), sum(self._casts.values())
 
     def parts(self) -> Iterator[Passing]:
         """The shards, as their tensors arrive.
 
         Raises:
-            LayoutError: raised after all have arrived, if names, shapes or dtypes contradict the model, or tensors are missing; names each.
+            LayoutError: raised after all have arrived, if names, shapes or dtypes contradict the model, or tensors are
+                missing; names each.
         """
         for given in self._weights:
             yield from self._given(given)
@@ -146,9 +152,7 @@ class GatheredShards:
             case (str(name), value):
                 yield from self._taken(name, value)
             case _:
-                self._problems.append(
-                    Misfit(f"a {type(given).__name__} is not a pair of a name and a tensor")
-                )
+                self._problems.append(Misfit(f"a {type(given).__name__} is not a pair of a name and a tensor"))
 
     def _taken(self, given_name: str, value: Any) -> Iterator[Passing]:
         import torch
@@ -203,9 +207,7 @@ class GatheredShards:
         check_merged(names, peft_models.RECIPE)
         check_prefix(names, self._model)
         problems += unknown_names(names, self._model)
-        problems += [
-            Misfit(f"{self._model[name]} is missing") for name in self._expected if name not in self._found
-        ]
+        problems += [Misfit(f"{self._model[name]} is missing") for name in self._expected if name not in self._found]
         if problems:
             raise LayoutError(
                 f"the tensors differ from those of the model in {counted(len(problems), 'entry', 'entries')}",
@@ -217,13 +219,12 @@ class GatheredShards:
 class _Ties:
     """Tests whether tensors with names that the model does not have are copies of its embedding, that is, a tied head.
 
-    Each rank compares a share of the rows, so that all ranks together compare everything. A model with a separate head has no tied head. If the
-    embedding is on another rank, such as the first of several pipeline stages, every tensor of its shape counts as a copy.
+    Each rank compares a share of the rows, so that all ranks together compare everything. A model with a separate head
+    has no tied head. If the embedding is on another rank, such as the first of several pipeline stages, every tensor of
+    its shape counts as a copy.
     """
 
-    def __init__(
-        self, model: Mapping[str, TensorSpec], expected: Collection[str], rank: int, ranks: int
-    ) -> None:
+    def __init__(self, model: Mapping[str, TensorSpec], expected: Collection[str], rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
         # embeddings have a row for each token, more than any other tensor
         tables = [spec for spec in model.values() if len(spec.shape) == 2]
@@ -260,7 +261,9 @@ class _Ties:
 
 @dataclass(frozen=True, slots=True)
 class _Digest:
-    """Digest of a tensor: XXH3 of its bytes; on a GPU, sums of its words with random weights, which no thread waits for until they are compared."""
+    """Digest of a tensor: XXH3 of its bytes; on a GPU, sums of its words with random weights, which no thread waits for
+    until they are compared.
+    """
 
     dtype: torch.dtype
     found: bytes | torch.Tensor

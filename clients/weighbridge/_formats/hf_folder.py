@@ -57,13 +57,14 @@ def write_hf_folder(
 ) -> list[str]:
     """Write a folder of safetensors files, their index and the model's other files.
 
-    Each file is written under a temporary name and renamed when it is complete, the index last. If anything fails, the folder is left empty. Memory
-    for one tensor at a time is required.
+    Each file is written under a temporary name and renamed when it is complete, the index last. If anything fails, the
+    folder is left empty. Memory for one tensor at a time is required.
 
     Args:
         folder: created if it does not exist; must be empty.
         specs: specs of all whole tensors to write, in the order of the state dict.
-        tensors: returns the torch tensors in the order of its argument, the specs; tensors of a different dtype are cast.
+        tensors: returns the torch tensors in the order of its argument, the specs; tensors of a different dtype are
+            cast.
         files: content of the other files by name.
         dtype: dtype of the model for ``config.json``; None leaves it unchanged.
         max_shard_bytes: maximum size of a file.
@@ -169,9 +170,7 @@ def in_dtype_of(tensors: Iterable[TensorSpec], config_json: bytes) -> bytes:
     return with_dtype(config_json, nbytes.most_common(1)[0][0]) if nbytes else config_json
 
 
-def _chunks(
-    tensors: Iterable[tuple[str, torch.Tensor]], specs: Mapping[str, TensorSpec]
-) -> Iterator[memoryview]:
+def _chunks(tensors: Iterable[tuple[str, torch.Tensor]], specs: Mapping[str, TensorSpec]) -> Iterator[memoryview]:
     """The bytes of each tensor, cast to its spec's dtype, as one chunk per tensor; empty tensors yield none."""
     import torch
 

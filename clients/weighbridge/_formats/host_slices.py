@@ -27,8 +27,8 @@ class Slices(Protocol):
         """Copy slices to tensors; all are complete when it returns.
 
         Args:
-            targets: the index of a slice in the layout, and a tensor of its dtype with as many elements, on any device. No two of the tensors
-                share memory.
+            targets: the index of a slice in the layout, and a tensor of its dtype with as many elements, on any device.
+                No two of the tensors share memory.
         """
 
 
@@ -68,7 +68,10 @@ class HostSlices:
         return self.buffer[start : start + nbytes].view(dtype).view(shard.box.extent)
 
     def fill(self, targets: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Copy slices to tensors, as `Slices.fill`. Copies from a pinned buffer to GPUs are queued without waiting in between."""
+        """Copy slices to tensors, as `Slices.fill`.
+
+        Copies from a pinned buffer to GPUs are queued without waiting in between.
+        """
         filled: list[torch.Tensor] = []
         for index, tensor in targets:
             check_target(self._layout, self._layout.placements[index], tensor)

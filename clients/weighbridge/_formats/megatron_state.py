@@ -30,7 +30,8 @@ class Entry(NamedTuple):
 
     Attributes:
         declared: its ``ShardedTensor`` or ``ShardedTensorFactory``, whose ``data`` is the model's.
-        built: result of the factory, in the form that its ``merge_fn`` accepts; ``declared`` itself if there is no factory.
+        built: result of the factory, in the form that its ``merge_fn`` accepts; ``declared`` itself if there is no
+            factory.
         shards: the ``ShardedTensor``s in ``built``.
     """
 
@@ -90,9 +91,7 @@ def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
         if item.data is None:
             raise InvalidArgument(f"the shard of {item.key} has no data")
         if getattr(item, "flattened_range", None) is not None:
-            raise LayoutError(
-                f"{item.key} is a flattened shard, which belongs to an optimizer and is not a weight"
-            )
+            raise LayoutError(f"{item.key} is a flattened shard, which belongs to an optimizer and is not a weight")
         if item.data.dtype != item.dtype or tuple(item.data.shape) != tuple(item.local_shape):
             raise LayoutError(
                 f"the data of {item.key} is {item.data.dtype}{list(item.data.shape)}, but its shard declares "
@@ -106,9 +105,7 @@ def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
         shards.append(Shard(item.key, box, main=is_main(item.replica_id)))
         tensors.append(item.data.detach())
     if not shards:
-        raise InvalidArgument(
-            "the sharded state dict holds no weights", fix="pass model.sharded_state_dict()"
-        )
+        raise InvalidArgument("the sharded state dict holds no weights", fix="pass model.sharded_state_dict()")
     layout = Layout.stream(specs.values(), shards)
     return ShardedTensors(layout, tuple(tensors), tuple(entries), tuple(objects))
 
@@ -135,16 +132,19 @@ class WeightShards:
 def as_registered(
     held: ShardedTensors, registered: Mapping[str, TensorSpec], cast: str = ALLOW, *, filled: bool = False
 ) -> WeightShards:
-    """The weights of a rank in the model's dtypes: floating-point tensors of other dtypes are cast, as for torch trainers.
+    """The weights of a rank in the model's dtypes: floating-point tensors of other dtypes are cast, as for torch
+    trainers.
 
     Args:
         held: the rank's tensors.
-        registered: specs of those tensors that belong to the registered model. Other tensors are not changed; the service refuses them.
+        registered: specs of those tensors that belong to the registered model. Other tensors are not changed; the
+            service refuses them.
         cast: one of `torch_state.CASTS`.
         filled: whether the tensors are filled from the model, instead of pushed to it.
 
     Raises:
-        LayoutError: a cast is not allowed or does not exist between the dtypes, or the rank has LoRA adapters; names the tensors.
+        LayoutError: a cast is not allowed or does not exist between the dtypes, or the rank has LoRA adapters; names
+            the tensors.
     """
     adapters = [
         name
@@ -157,7 +157,10 @@ def as_registered(
             details=first_lines(adapters),
             fix="fill the model before adapters are added; adapters are filled by restore_adapter"
             if filled
-            else "push them with push_adapter; or push a copy of the model into which they are merged, for example with Megatron-Bridge's LoRAMerge",
+            else (
+                "push them with push_adapter; or push a copy of the model into which they are "
+                "merged, for example with Megatron-Bridge's LoRAMerge"
+            ),
         )
     specs: list[TensorSpec] = []
     problems: list[Misfit] = []
@@ -178,7 +181,8 @@ def as_registered(
 
 
 _ADVICE = (
-    "pass what Megatron-core's model.sharded_state_dict() returns; for a torch module or state dict, also of FSDP2, use push_state_dict "
+    "pass what Megatron-core's model.sharded_state_dict() returns; for a torch module or "
+    "state dict, also of FSDP2, use push_state_dict "
     "and restore_state_dict"
 )
 

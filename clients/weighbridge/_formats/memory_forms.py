@@ -1,16 +1,20 @@
 """Forms of a model's tensors in memory that differ from those in its files.
 
-Trainers hold the experts of a layer stacked in one tensor, with the gate's rows before those of the up projection; files have a tensor for each
-expert and projection. A form maps each box of the tensor in memory to a box of a file's tensor, so that shards are views and are pushed and filled
-without a copy. Source of the conventions: ``conversion_mapping`` of transformers 5.23.
+Trainers hold the experts of a layer stacked in one tensor, with the gate's rows before those of the up projection;
+files have a tensor for each expert and projection. A form maps each box of the tensor in memory to a box of a file's
+tensor, so that shards are views and are pushed and filled without a copy. Source of the conventions:
+``conversion_mapping`` of transformers 5.23.
 
-- ``experts.gate_up_proj`` ``[experts, 2 * width, hidden]``: of each expert ``gate_proj`` and ``up_proj``, or ``w1`` and ``w3``.
-- ``experts.down_proj`` ``[experts, hidden, width]``: of each expert ``down_proj``, or ``w2``; without gates, ``experts.up_proj`` is formed in the same way.
-- Both may have their last two axes swapped, and so may tensors that the files themselves have stacked. If the two lengths are equal, the axes are not
-  swapped, as in transformers.
+- ``experts.gate_up_proj`` ``[experts, 2 * width, hidden]``: of each expert ``gate_proj`` and ``up_proj``, or ``w1`` and
+  ``w3``.
+- ``experts.down_proj`` ``[experts, hidden, width]``: of each expert ``down_proj``, or ``w2``; without gates,
+  ``experts.up_proj`` is formed in the same way.
+- Both may have their last two axes swapped, and so may tensors that the files themselves have stacked. If the two
+  lengths are equal, the axes are not swapped, as in transformers.
 - ``gate_up_proj.weight`` ``[2 * width, hidden]``: ``gate_proj.weight`` and ``up_proj.weight``.
 - Names of Mixtral, PhiMoE, Granite, Nemotron-H, ERNIE and EXAONE (`_PATHS`, `_ENDINGS`).
-- Names of vision-language models, whose files have ``language_model.model.`` or ``visual.`` at the top, where in memory both are below ``model.`` (`_paths_of`).
+- Names of vision-language models, whose files have ``language_model.model.`` or ``visual.`` at the top, where in memory
+  both are below ``model.`` (`_paths_of`).
 """
 
 from __future__ import annotations
@@ -187,14 +191,18 @@ class Reading(NamedTuple):
 class TensorForms(dict[str, TensorSpec]):
     """A model's tensors by name, in the form of its files.
 
-    It caches values that do not change between pushes: the readings of tensors by name, shape and dtype, and the stream of the last push.
+    It caches values that do not change between pushes: the readings of tensors by name, shape and dtype, and the stream
+    of the last push.
     """
 
     _last_stream: tuple[Sequence[Shard], Layout] | None = None
 
     @staticmethod
     def of(tensors: Mapping[str, TensorSpec]) -> TensorForms:
-        """These tensors as `TensorForms`. Returns the same object if they already are, so that its other forms are computed only once."""
+        """These tensors as `TensorForms`.
+
+        Returns the same object if they already are, so that its other forms are computed only once.
+        """
         return tensors if isinstance(tensors, TensorForms) else TensorForms(tensors)
 
     def form(self, name: str) -> Form | None:
@@ -207,7 +215,10 @@ class TensorForms(dict[str, TensorSpec]):
         return {}
 
     def stream(self, shards: Sequence[Shard]) -> Layout:
-        """The stream of these shards. For the same shards as last time, returns the same object, which has its digest cached."""
+        """The stream of these shards.
+
+        For the same shards as last time, returns the same object, which has its digest cached.
+        """
         last = self._last_stream
         if last is None or last[0] != shards:
             names = dict.fromkeys(shard.tensor for shard in shards)
@@ -237,9 +248,7 @@ def _paths_of(names: Iterable[str]) -> _Rules:
 
 
 def _of_experts(specs: Iterable[TensorSpec], paths: _Rules) -> Iterable[Form]:
-    experts: defaultdict[str, defaultdict[str, dict[int, TensorSpec]]] = defaultdict(
-        lambda: defaultdict(dict)
-    )
+    experts: defaultdict[str, defaultdict[str, dict[int, TensorSpec]]] = defaultdict(lambda: defaultdict(dict))
     for spec in specs:
         match = _EXPERT.fullmatch(spec.name)
         kind = _PROJECTIONS.get(match["projection"]) if match else None
@@ -271,11 +280,7 @@ def _stacked(name: str, columns: Sequence[Mapping[int, TensorSpec]]) -> Form:
 
 def _merged(model: Mapping[str, TensorSpec]) -> Iterable[Form]:
     for name, gate in model.items():
-        up = (
-            model.get(name.removesuffix(_GATE) + _UP)
-            if name.endswith(_GATE) and not _EXPERT.fullmatch(name)
-            else None
-        )
+        up = model.get(name.removesuffix(_GATE) + _UP) if name.endswith(_GATE) and not _EXPERT.fullmatch(name) else None
         if up is not None and up.shape == gate.shape and len(gate.shape) == 2:
             rows, width = gate.shape
             members = Member(gate, Box((0, 0), gate.shape)), Member(up, Box((rows, 0), up.shape))

@@ -1,4 +1,7 @@
-"""Messages about misfits between given tensors and those of a model. Tensors with the same problem share a line. Pure."""
+"""Messages about misfits between given tensors and those of a model. Tensors with the same problem share a line.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +66,7 @@ def check_prefix(unknown: Sequence[str], model: Collection[str]) -> None:
     if len(unknown) < _LIKE:
         return
     given = common_prefix(unknown, model)
-    if given is not None and all(
-        each.startswith(given) and each.removeprefix(given) in model for each in unknown
-    ):
+    if given is not None and all(each.startswith(given) and each.removeprefix(given) in model for each in unknown):
         raise LayoutError(
             f"{len(unknown)} names begin with {given!r}, but the model's names do not",
             details=[f"{unknown[0]} is the model's {unknown[0].removeprefix(given)}"],

@@ -24,7 +24,9 @@ Send = Callable[[StreamSource, Ranges], None]
 
 
 class PassingChunks:
-    """Two alternating buffers: one is filled while the other is sent. A context manager; its exit waits for running sends.
+    """Two alternating buffers: one is filled while the other is sent.
+
+    A context manager; its exit waits for running sends.
 
     Args:
         stream: layout of the rank's shards.
@@ -34,9 +36,7 @@ class PassingChunks:
         send: called in another thread, for one chunk at a time.
     """
 
-    def __init__(
-        self, stream: Layout, streamed: Ranges, staging: StagingPool, nbytes: int, send: Send
-    ) -> None:
+    def __init__(self, stream: Layout, streamed: Ranges, staging: StagingPool, nbytes: int, send: Send) -> None:
         self._stream = stream
         self._streamed = RangeSet(streamed)
         self._staging = staging

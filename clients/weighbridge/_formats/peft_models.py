@@ -1,8 +1,10 @@
-"""Weights of a model with peft adapters: merged, under the original names and tensors of the model; or its adapters, separately.
+"""Weights of a model with peft adapters: merged, under the original names and tensors of the model; or its adapters,
+separately.
 
-Names are derived from the tree of modules, not from their spelling: a tensor inside a layer with adapters belongs to the layer if it is in
-``base_layer``, and to an adapter otherwise. Adapters that peft has not merged in place are merged here by peft's own ``merge`` into a copy of the
-layer. The model itself is not changed, because unmerging an adapter would round the base weights.
+Names are derived from the tree of modules, not from their spelling: a tensor inside a layer with adapters belongs to
+the layer if it is in ``base_layer``, and to an adapter otherwise. Adapters that peft has not merged in place are merged
+here by peft's own ``merge`` into a copy of the layer. The model itself is not changed, because unmerging an adapter
+would round the base weights.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 
 RECIPE = "push the model itself and not its state dict: the push merges the adapters into copies: docs/recipes/lora.md"
 APART = (
-    "call model.unmerge_adapter() first: a training state stores weights and adapters separately, and the push merges them into copies for "
+    "call model.unmerge_adapter() first: a training state stores weights and adapters "
+    "separately, and the push merges them into copies for "
     "engines: docs/recipes/lora.md"
 )
 
@@ -39,7 +42,9 @@ def has_adapters(module: torch.nn.Module) -> bool:
 
 
 def peft_model_in(module: Any) -> Any:
-    """The module itself if it is a ``PeftModel``, or the ``PeftModel`` that DDP or torch.compile have wrapped; None if there is none."""
+    """The module itself if it is a ``PeftModel``, or the ``PeftModel`` that DDP or torch.compile have wrapped; None if
+    there is none.
+    """
     if "peft" not in sys.modules:  # it was never imported, so there is none
         return None
     from peft import PeftModel
@@ -56,8 +61,9 @@ def merged_entries(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The entries of a module's state dict that belong to the model, under their names without adapters.
 
-    Active adapters that are not merged are merged into copies of their base weights, a layer at a time. For a layer whose tensors are DTensors this
-    is a collective. For modules that an adapter replaces as a whole (``modules_to_save``), the active adapter's tensors replace the model's.
+    Active adapters that are not merged are merged into copies of their base weights, a layer at a time. For a layer
+    whose tensors are DTensors this is a collective. For modules that an adapter replaces as a whole
+    (``modules_to_save``), the active adapter's tensors replace the model's.
 
     Args:
         module: a module with adapters.
@@ -65,8 +71,8 @@ def merged_entries(
         merge: False returns the base weights instead, which have the same names, shapes and dtypes.
 
     Raises:
-        LayoutError: peft cannot merge an adapter, or the model does not compute with these weights because only some of the active adapters are
-            merged into them; names the layers.
+        LayoutError: peft cannot merge an adapter, or the model does not compute with these weights because only some of
+            the active adapters are merged into them; names the layers.
     """
     apart = _layers_apart(module)
     merged: dict[str, Mapping[str, torch.Tensor]] = {}
@@ -100,9 +106,7 @@ def merged_layers(module: torch.nn.Module) -> list[str]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [
-        name
-        for name, layer in module.named_modules()
-        if isinstance(layer, BaseTunerLayer) and layer.merged_adapters
+        name for name, layer in module.named_modules() if isinstance(layer, BaseTunerLayer) and layer.merged_adapters
     ]
 
 
@@ -124,7 +128,10 @@ def merges_together(module: object) -> bool:
 
 
 def check_apart(module: torch.nn.Module) -> None:
-    """Refuse a module whose adapters are merged in place: a training state would contain them twice. Raises LayoutError, which names the layers."""
+    """Refuse a module whose adapters are merged in place: a training state would contain them twice.
+
+    Raises LayoutError, which names the layers.
+    """
     merged = merged_layers(module)
     if merged:
         raise LayoutError(
@@ -191,25 +198,24 @@ def _check_not_tied(module: torch.nn.Module, apart: Mapping[str, Any]) -> None:
     """Refuse adapters of a weight that another layer shares: a merge would change the weight for only one of them."""
     uses = Counter(id(each) for _, each in module.named_parameters(remove_duplicate=False))
     tied = [
-        name
-        for name, layer in apart.items()
-        if any(uses[id(each)] > 1 for each in layer.get_base_layer().parameters())
+        name for name, layer in apart.items() if any(uses[id(each)] > 1 for each in layer.get_base_layer().parameters())
     ]
     if tied:
         raise LayoutError(
-            counted(
-                len(tied), "layer has adapters and a weight that", "layers have adapters and weights that"
-            )
+            counted(len(tied), "layer has adapters and a weight that", "layers have adapters and weights that")
             + " another layer shares, and only one of the layers would be merged",
             details=first_lines(tied),
-            fix="register and train the model with tie_word_embeddings=False, or leave that layer out of target_modules",
+            fix=(
+                "register and train the model with tie_word_embeddings=False, or leave that layer out of target_modules"
+            ),
         )
 
 
 def _merged_copy(name: str, layer: Any) -> Mapping[str, torch.Tensor]:
     """The state dict of a layer after peft's merge. Only the base weights of the adapters are copied.
 
-    DTensors are gathered, merged and sharded again, because peft replaces ``weight.data``, which has no effect on a DTensor.
+    DTensors are gathered, merged and sharded again, because peft replaces ``weight.data``, which has no effect on a
+    DTensor.
     """
     import torch
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -228,10 +234,7 @@ def _merged_copy(name: str, layer: Any) -> Mapping[str, torch.Tensor]:
                     each.merge()
             whole: dict[str, torch.Tensor] = made.state_dict()
             held = layer.state_dict().items()
-            return {
-                key: cut_alike(whole[key], own) if isinstance(own, DTensor) else whole[key]
-                for key, own in held
-            }
+            return {key: cut_alike(whole[key], own) if isinstance(own, DTensor) else whole[key] for key, own in held}
     except (ValueError, NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
         raise LayoutError(
             f"peft cannot merge the adapters of {name}: {error}",
@@ -265,9 +268,7 @@ def _is_lost(layer: Any) -> bool:
     from peft.tuners.lora import LoraLayer
     from torch.distributed.tensor import DTensor
 
-    if not layer.merged_adapters or not any(
-        isinstance(each, DTensor) for each in layer.get_base_layer().parameters()
-    ):
+    if not layer.merged_adapters or not any(isinstance(each, DTensor) for each in layer.get_base_layer().parameters()):
         return False
     return not isinstance(layer, LoraLayer) or any(
         each in getattr(layer, "lora_variant", ()) for each in layer.merged_adapters
@@ -322,7 +323,9 @@ def _own_name(module: torch.nn.Module, parts: list[str]) -> str | None:
 
 
 def _unwrapped(module: torch.nn.Module | None, part: str) -> torch.nn.Module | None:
-    """Module that a part of a name refers to, inside wrappers that are omitted in names of a state dict, such as those of activation checkpointing."""
+    """Module that a part of a name refers to, inside wrappers that are omitted in names of a state dict, such as those
+    of activation checkpointing.
+    """
     while module is not None and not _has(module, part) and len(module._modules) == 1:
         (module,) = module._modules.values()
     return module

@@ -34,7 +34,8 @@ class PlacedPart(NamedTuple):
 class PushCounts:
     """Counts of one rank's push. Thread-safe.
 
-    An element counts once for each of its positions in the version's files, so that the counts of all ranks add up to the service's count.
+    An element counts once for each of its positions in the version's files, so that the counts of all ranks add up to
+    the service's count.
 
     Args:
         stream: the shards.
@@ -134,7 +135,8 @@ class _Parts:
     def count(
         self, first: int, last: int, start: int, data: Buffer, read: Callable[[int, int], Buffer]
     ) -> list[tuple[int, int]]:
-        """Numbers of non-finite elements among those that begin in a range, as often as they count: index of the shard, and number.
+        """Numbers of non-finite elements among those that begin in a range, as often as they count: index of the shard,
+        and number.
 
         Args:
             first, last: the range; lies in the piece.
@@ -160,14 +162,14 @@ class _Parts:
 
 
 def _element_at(part: _Part, position: int) -> int:
-    """The first byte of the first element of a part that begins at a position of the stream or behind it; its end if none does."""
+    """The first byte of the first element of a part that begins at a position of the stream or behind it; its end if
+    none does.
+    """
     size = part.encoding.element_bytes
     return min(part.start + -(-max(position - part.start, 0) // size) * size, part.end)
 
 
-def _cut(
-    stream: Layout, encodings: Sequence[Encoding | None], placed: Sequence[PlacedPart]
-) -> Iterator[_Part]:
+def _cut(stream: Layout, encodings: Sequence[Encoding | None], placed: Sequence[PlacedPart]) -> Iterator[_Part]:
     at = 0
     for index, placement in enumerate(stream.placements):
         position, end = placement.offset, placement.offset + placement.nbytes

@@ -42,7 +42,9 @@ Bytes = NDArray[np.uint8]
 
 
 class ShardSource(ABC):
-    """The shards that a rank pushes, at their original location. Used once: each of their bytes is either staged or written.
+    """The shards that a rank pushes, at their original location.
+
+    Used once: each of their bytes is either staged or written.
 
     When both are done, the shards may change.
     """
@@ -66,7 +68,8 @@ class ShardSource(ABC):
         Args:
             copies: for each shard, the destinations of its bytes.
             memories: destination memories.
-            on_written: called once for each shard whose bytes are completely written, with its number. It need not be called for all shards.
+            on_written: called once for each shard whose bytes are completely written, with its number. It need not be
+                called for all shards.
 
         Returns:
             Counts of the non-finite elements; None from a source that does not count them.
@@ -181,8 +184,8 @@ class TensorSource(ShardSource):
     Args:
         staging: makes the stream, if there is to be one.
         layout: of the stream.
-        tensors: one for each of its placements, on any device, with as many elements as its box, in row-major order of its axes. Tensors whose
-            floating-point dtype differs from the layout's are cast.
+        tensors: one for each of its placements, on any device, with as many elements as its box, in row-major order of
+            its axes. Tensors whose floating-point dtype differs from the layout's are cast.
         shifts: what is added to elements.
     """
 
@@ -203,7 +206,10 @@ class TensorSource(ShardSource):
         return self._staging.stage(self._layout, self._tensors, ranges, self._shifts)
 
     def shifted(self, shifts: Shifts) -> Self:
-        """See `ShardSource.shifted`. Shifted tensors are computed in host memory, one at a time, and copied from there."""
+        """See `ShardSource.shifted`.
+
+        Shifted tensors are computed in host memory, one at a time, and copied from there.
+        """
         made = copy.copy(self)
         made._shifts = shifts
         return made
@@ -218,9 +224,7 @@ class TensorSource(ShardSource):
         encodings = encodings_of(self._layout)
         found = [0] * len(encodings)
         shards, casts = {}, {}
-        each = zip(
-            self._layout.placements, self._tensors, _dtypes(self._layout, self._tensors), copies, strict=True
-        )
+        each = zip(self._layout.placements, self._tensors, _dtypes(self._layout, self._tensors), copies, strict=True)
         for index, (placement, tensor, dtype, of_shard) in enumerate(each):
             check_size(placement, tensor, dtype)
             shift = self._shifts.get(placement.shard.tensor, 0.0)
@@ -284,7 +288,9 @@ def _dtypes(layout: Layout, tensors: Sequence[torch.Tensor]) -> Sequence[torch.d
 
 
 class CastingSource(TensorSource):
-    """Shards that are tensors and do not change while they are pushed. Only the part of a stream that is being read is held.
+    """Shards that are tensors and do not change while they are pushed.
+
+    Only the part of a stream that is being read is held.
 
     Args:
         layout: of the stream.
@@ -402,9 +408,7 @@ class MappedSource(StreamSource):
         files: the files: open, or in memory.
     """
 
-    def __init__(
-        self, stream: Layout, places: Sequence[Placement], files: Mapping[str, Bytes | OpenFile]
-    ) -> None:
+    def __init__(self, stream: Layout, places: Sequence[Placement], files: Mapping[str, Bytes | OpenFile]) -> None:
         super().__init__(stream)
         self._all_places = places
         filled = [(s, p) for s, p in zip(stream.placements, places, strict=True) if s.nbytes]
@@ -441,7 +445,10 @@ class MappedSource(StreamSource):
         memories: Sequence[MappedMemory],
         on_written: Callable[[Sequence[int]], None] | None = None,
     ) -> WrittenCounts:
-        """See `ShardSource.write`. Bytes that are contiguous in a file and in memory are read directly to their destination, and counted there."""
+        """See `ShardSource.write`.
+
+        Bytes that are contiguous in a file and in memory are read directly to their destination, and counted there.
+        """
         found = super().write(
             [() if self._is_run(*each) else each[1] for each in zip(self._all_places, copies, strict=True)],
             memories,

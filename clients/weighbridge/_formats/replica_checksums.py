@@ -1,4 +1,7 @@
-"""Checksums of shards that other ranks also have. The service compares them, and refuses shards that are not replicas."""
+"""Checksums of shards that other ranks also have.
+
+The service compares them, and refuses shards that are not replicas.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ _MOST = 60_000
 
 
 class ReplicaChecksums:
-    """Checksums that a client sends for shards that other ranks also have: of all bytes until a version with these shards is visible, then of
-    samples. Thread-safe.
+    """Checksums that a client sends for shards that other ranks also have: of all bytes until a version with these
+    shards is visible, then of samples. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -60,9 +63,11 @@ class ReplicaChecksums:
             parts += [(index, 0, layout.placements[index].nbytes) for index in shared]
         parts = list(dict.fromkeys(parts))[:_MOST]
         return [
-            pb.ReplicaChecksum(shard=index, start=start, end=end, checksum=_checksum(layout, index, start, end, open_source))
+            pb.ReplicaChecksum(
+                shard=index, start=start, end=end, checksum=_checksum(layout, index, start, end, open_source)
+            )
             for index, start, end in parts
-        ]  # fmt: skip
+        ]
 
     def _agreed(self, key: tuple[str, str], number: int, is_visible: Callable[[int], bool]) -> bool:
         """Whether all ranks were found to have the same shards: a version whose bytes were all compared is visible."""

@@ -63,7 +63,10 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class FilesLayout:
-    """The files of a model, and the position of every tensor in them. Buffers of the layout are named like the files."""
+    """The files of a model, and the position of every tensor in them.
+
+    Buffers of the layout are named like the files.
+    """
 
     files: tuple[TensorFile, ...]
     layout: Layout
@@ -97,7 +100,8 @@ def lay_out_files(
     """Lay out whole tensors in files with transformers' names.
 
     Tensors keep their order; within a file, those with wider elements come first, so that every tensor is aligned to
-    its element. A tensor larger than ``max_shard_bytes`` gets a separate file. If there is only one file, its name is ``single``.
+    its element. A tensor larger than ``max_shard_bytes`` gets a separate file. If there is only one file, its name is
+    ``single``.
 
     Raises:
         InvalidArgument: ``max_shard_bytes`` is not positive, or there are no tensors.
@@ -151,7 +155,8 @@ def read_header(
         nbytes: size of the file in bytes; None if ``data`` is the whole file.
 
     Raises:
-        DataLoss: the file is truncated, its header violates the format, or its tensors overlap, leave gaps or exceed the end.
+        DataLoss: the file is truncated, its header violates the format, or its tensors overlap, leave gaps or exceed
+            the end.
     """
     whole = len(data) if nbytes is None else nbytes
     if len(data) < 8:
@@ -197,9 +202,7 @@ def _entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
     """Begin, end, name, dtype and shape of one tensor, from a header."""
     begin, end = entry["data_offsets"]
     shape = entry["shape"]
-    if not isinstance(shape, list) or any(
-        type(n) is not int or abs(n) > _LARGEST for n in (begin, end, *shape)
-    ):
+    if not isinstance(shape, list) or any(type(n) is not int or abs(n) > _LARGEST for n in (begin, end, *shape)):
         raise ValueError(f"offsets and extents of {name[:80]!r} are not 64-bit integers")
     return begin, end, name, str(entry["dtype"])[:40], tuple(shape)
 
@@ -242,7 +245,8 @@ class FolderFiles:
     """The weights in a folder, complete according to the folder's index and file names.
 
     Attributes:
-        layout: the tensors, by their names without those of wrappers, and their positions. Buffers are named like the files.
+        layout: the tensors, by their names without those of wrappers, and their positions. Buffers are named like the
+            files.
         buffers: the files, open for reading.
         left_out: names of safetensors files in the folder that are not the model's.
         wrapped: number of names that contained names of wrappers.
@@ -264,7 +268,8 @@ def read_folder(folder: Path, *, by_path: bool = False) -> FolderFiles:
     Raises:
         NotFound: as `map_folder`.
         DataLoss: as `map_folder` and `layout_of_files`, or the files lack a tensor that the index lists.
-        InvalidArgument: a file is a link out of the folder; or files belong to several models, are an adapter's, or each hold one rank's parts of tensors.
+        InvalidArgument: a file is a link out of the folder; or files belong to several models, are an adapter's, or
+            each hold one rank's parts of tensors.
         LayoutError: two tensors would have the same name without those of wrappers.
     """
     names, left_out, listed = _weights_in(folder)
@@ -279,7 +284,10 @@ def read_folder(folder: Path, *, by_path: bool = False) -> FolderFiles:
 
 
 def _offsets_of_parts(file: TensorFile) -> dict[str, list[int]]:
-    """Offsets of the parts of tensors in a file, as torch's HuggingFaceStorageWriter records them. Raises DataLoss if they cannot be read."""
+    """Offsets of the parts of tensors in a file, as torch's HuggingFaceStorageWriter records them.
+
+    Raises DataLoss if they cannot be read.
+    """
     noted = file.metadata.get(_SHARDING)
     if noted is None:
         return {}
@@ -293,7 +301,8 @@ def map_folder(folder: Path) -> dict[str, OpenFile]:
     """Open all safetensors files of the model in an HF folder, as selected by `weight_files`.
 
     Raises:
-        NotFound: the folder does not exist, contains no safetensors file, or lacks a file that the index or the names of other files imply.
+        NotFound: the folder does not exist, contains no safetensors file, or lacks a file that the index or the names
+            of other files imply.
         DataLoss: the index cannot be read, or names files outside the folder.
         InvalidArgument: files belong to several models, are an adapter's, or each hold one rank's parts of tensors.
     """
@@ -302,7 +311,9 @@ def map_folder(folder: Path) -> dict[str, OpenFile]:
 
 
 def _weights_in(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...], Mapping[str, str]]:
-    """Files that contain a folder's weights, the other safetensors files in it, and its index, which is empty if there is none."""
+    """Files that contain a folder's weights, the other safetensors files in it, and its index, which is empty if there
+    is none.
+    """
     if not folder.is_dir():
         raise NotFound(f"there is no folder {folder}")
     there = [path.name for path in folder.glob("*.safetensors")]
@@ -316,15 +327,14 @@ def _weights_in(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...], Mapping
             raise DataLoss(f"{index} is not a safetensors index: {error!r}"[:300]) from error
         files: list[Any] = list(listed.values())
         if any(not isinstance(name, str) or not _FILE_NAME.fullmatch(name) for name in files):
-            raise DataLoss(
-                f"{index} names something that is not a safetensors file, or is outside the folder"
-            )
+            raise DataLoss(f"{index} names something that is not a safetensors file, or is outside the folder")
     found = weight_files(there, listed.values() if has_index else None)
     if not found.taken:
         check_finished(folder, (path.name for path in folder.glob("*")))
         raise NotFound(
             f"there are no safetensors files in {folder}",
-            fix=f"{' and '.join(pickled)} cannot be read without running the code in them: load the folder with transformers' from_pretrained, "
+            fix=f"{' and '.join(pickled)} cannot be read without running the code in them: load "
+            "the folder with transformers' from_pretrained, "
             "and save it with save_pretrained(NEW_FOLDER), which writes safetensors"
             if (pickled := sorted(path.name for path in folder.glob("pytorch_model*.bin"))[:3])
             else "save the model with model.save_pretrained(folder), which writes safetensors",

@@ -1,9 +1,9 @@
 """Shifts: a constant that is added to each element of a tensor when it is converted from one tensor space to another.
 
-For example, Megatron-core stores a norm's weights reduced by one, compared with the model's files. Pushes, restores and conversions use this
-definition. The sum is computed in float32, for float64 in float64, and rounded to the tensor's dtype, ties to even, as torch does. For elements of 16
-bits, shifted by one, that is the exact sum, rounded once. NaN becomes the positive quiet one without a payload, because additions leave different
-ones on different machines.
+For example, Megatron-core stores a norm's weights reduced by one, compared with the model's files. Pushes, restores and
+conversions use this definition. The sum is computed in float32, for float64 in float64, and rounded to the tensor's
+dtype, ties to even, as torch does. For elements of 16 bits, shifted by one, that is the exact sum, rounded once. NaN
+becomes the positive quiet one without a payload, because additions leave different ones on different machines.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ def copy_out(
 
     Args:
         layout: of the stream.
-        tensors: one for each placement, with as many elements as its box, in row-major order of its axes. They are cast according to `written_as`.
+        tensors: one for each placement, with as many elements as its box, in row-major order of its axes. They are cast
+            according to `written_as`.
         staging: destination, at least as large as the parts.
         ranges: the parts.
         shifts: constants to add to elements.
@@ -56,7 +57,8 @@ def copy_out(
                         tensor = with_shift(tensor, dtype, shift)
                     if dtype != tensor.dtype:  # casts of rows give the same bits as all other ways
                         tensor = tensor.contiguous()
-                        # and on a GPU they are cast before the copy: a casting copy to host memory casts on the CPU, where NaN gets other bits
+                        # and on a GPU they are cast before the copy: a casting copy to host memory casts on the CPU,
+                        # where NaN gets other bits
                         tensor = tensor if tensor.is_cpu else tensor.to(dtype)
                     torch.frombuffer(staging, dtype=dtype, count=tensor.numel(), offset=offset).view(
                         tensor.shape
@@ -64,14 +66,14 @@ def copy_out(
                 else:
                     span = first - placement.offset, last - placement.offset
                     part = _bytes_of(tensor.detach(), dtype, *span, shift)
-                    torch.frombuffer(staging, dtype=torch.uint8, count=last - first, offset=offset).copy_(
-                        part
-                    )
+                    torch.frombuffer(staging, dtype=torch.uint8, count=last - first, offset=offset).copy_(part)
             base += stop - start
 
 
 def written_as(spec: TensorSpec, tensor: torch.Tensor) -> torch.dtype:
-    """The dtype of a tensor's elements in a stream: floating-point numbers of 16 bits or more are cast, all others are sent unchanged."""
+    """The dtype of a tensor's elements in a stream: floating-point numbers of 16 bits or more are cast, all others are
+    sent unchanged.
+    """
     return cast_of(spec, tensor.dtype)
 
 
@@ -95,10 +97,10 @@ def with_shift(tensor: torch.Tensor, dtype: torch.dtype, shift: float) -> torch.
     return torch.from_numpy(data).view(dtype).view(cast.shape)
 
 
-def _bytes_of(
-    tensor: torch.Tensor, dtype: torch.dtype, start: int, stop: int, shift: float = 0.0
-) -> torch.Tensor:
-    """Bytes ``start`` to ``stop`` of a tensor's elements in a dtype, in row-major order; no more than needed is copied or cast."""
+def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype, start: int, stop: int, shift: float = 0.0) -> torch.Tensor:
+    """Bytes ``start`` to ``stop`` of a tensor's elements in a dtype, in row-major order; no more than needed is copied
+    or cast.
+    """
     import torch
 
     # if a tensor is not in row-major order, whole rows are copied
@@ -143,7 +145,8 @@ def check_target(layout: Layout, placement: Placement, tensor: torch.Tensor) -> 
     """Refuse a tensor that cannot receive a slice. An integer tensor receives the raw bytes.
 
     Raises:
-        LayoutError: its size differs, or its floating-point dtype differs, so that the bytes would represent other numbers.
+        LayoutError: its size differs, or its floating-point dtype differs, so that the bytes would represent other
+            numbers.
     """
     name = placement.shard.tensor
     dtype = layout.tensors[name].dtype
@@ -198,7 +201,9 @@ class StreamWriter:
 
 
 def _open(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.uint8]]:
-    """A tensor, its stand-in in contiguous host memory (the tensor itself if it already is contiguous there), and the stand-in's bytes."""
+    """A tensor, its stand-in in contiguous host memory (the tensor itself if it already is contiguous there), and the
+    stand-in's bytes.
+    """
     import torch
 
     tensor = tensor.detach()

@@ -1,4 +1,6 @@
-"""Layout and tensors of a torch state dict that has Hugging Face's names: of FSDP2, HSDP, tensor parallelism, DDP, or one process."""
+"""Layout and tensors of a torch state dict that has Hugging Face's names: of FSDP2, HSDP, tensor parallelism, DDP, or
+one process.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
     import torch
 
 ALLOW, EXACT, NEVER = CASTS = ("allow", "exact", "never")
-"""Rules for a tensor whose floating-point dtype differs from the model's: cast it; cast it if the cast is exact; refuse it."""
+"""Rules for a tensor whose floating-point dtype differs from the model's: cast it; cast it if the cast is exact; refuse
+it.
+"""
 NAMED = 20
 """Number of problems that an error names; it counts them all."""
 _ASKS = "a pull can cast to a different dtype: pull(..., dtype='bf16')"
@@ -41,7 +45,8 @@ class TorchShards:
     """Part of a model on one rank.
 
     Attributes:
-        layout: the shards as one stream, in Hugging Face's tensor space; with the dtypes of the model, not of the tensors.
+        layout: the shards as one stream, in Hugging Face's tensor space; with the dtypes of the model, not of the
+            tensors.
         tensors: the tensor of each shard, of the extent of its box, in its own dtype; they alias the given tensors.
         cast: tensors whose floating-point dtype differs from the model's.
         unknown: given names that the model does not have.
@@ -80,19 +85,21 @@ def torch_shards(
 ) -> TorchShards:
     """Find the model's tensors in a state dict.
 
-    Tied copies of the model's tensors are left out, and so are rotary frequencies (``inv_freq``), which are not weights.
+    Tied copies of the model's tensors are left out, and so are rotary frequencies (``inv_freq``), which are not
+    weights.
 
     Args:
-        state: a module, a state dict, or ``(name, tensor)`` pairs; tensors are plain ones or DTensors on any device. Names are Hugging
-            Face's, or those of other forms in memory (`memory_forms`); parts that wrappers add are stripped.
+        state: a module, a state dict, or ``(name, tensor)`` pairs; tensors are plain ones or DTensors on any device.
+            Names are Hugging Face's, or those of other forms in memory (`memory_forms`); parts that wrappers add are
+            stripped.
         model: its tensors, by name.
         cast: ``allow``, ``exact`` or ``never``: whether floating-point dtypes may differ from the model's.
         whole: whether all tensors of the model must be there, since no other rank holds any.
         others: whether there may be names that the model does not have.
-        filled: whether the tensors are filled from the model, instead of pushed to it. Copies that this rank has in addition to its shards, such as
-            ZeRO-3's copies of small parameters, are then included.
-        merge: whether adapters of a module are merged into copies of the base weights. If not, the base weights are used instead, which is sufficient
-            for checks.
+        filled: whether the tensors are filled from the model, instead of pushed to it. Copies that this rank has in
+            addition to its shards, such as ZeRO-3's copies of small parameters, are then included.
+        merge: whether adapters of a module are merged into copies of the base weights. If not, the base weights are
+            used instead, which is sufficient for checks.
         of: the model's name in errors.
 
     Raises:
@@ -115,17 +122,16 @@ def torch_shards(
 def adapter_forms(state: Mapping[str, torch.Tensor]) -> TensorForms:
     """Forms of an adapter's tensors, by their names in its state dict."""
     return TensorForms(
-        {
-            name: TensorSpec(name, dtypes.from_torch(value.dtype), shape_of(value))
-            for name, value in state.items()
-        }
+        {name: TensorSpec(name, dtypes.from_torch(value.dtype), shape_of(value)) for name, value in state.items()}
     )
 
 
 def adapter_shards(
     state: Mapping[str, torch.Tensor], forms: TensorForms, *, whole: bool, of: str, filled: bool = False
 ) -> TorchShards:
-    """Part of an adapter on a rank: the tensors of its state dict. Other arguments and errors are those of `torch_shards`.
+    """Part of an adapter on a rank: the tensors of its state dict.
+
+    Other arguments and errors are those of `torch_shards`.
 
     Args:
         state: tensors of the adapter, by name.
@@ -140,7 +146,10 @@ def adapter_shards(
 def adapter_targets(
     state: Mapping[str, torch.Tensor], adapter: Mapping[str, TensorSpec], *, cast: str, strict: bool, of: str
 ) -> TorchShards:
-    """The tensors of an adapter in memory that receive those of a stored ``adapter``. Arguments and errors are those of `torch_shards`."""
+    """The tensors of an adapter in memory that receive those of a stored ``adapter``.
+
+    Arguments and errors are those of `torch_shards`.
+    """
     check_cast(cast)
     reader = _Reader(TensorForms.of(adapter), cast, filled=True, of=of)
     for name, value in state.items():
@@ -148,7 +157,10 @@ def adapter_targets(
     return reader.shards(
         whole=strict,
         others=not strict,
-        fix=f"fill an adapter built from the adapter_config.json of {of}; strict=False fills only the tensors that both have",
+        fix=(
+            f"fill an adapter built from the adapter_config.json of {of}; strict=False fills only "
+            "the tensors that both have"
+        ),
     )
 
 
@@ -168,11 +180,7 @@ def tensor_specs(state: Any) -> list[TensorSpec]:
 
     entries = list(_entries(state, merge=False))
     check_merged([name for name, _ in entries], peft_models.RECIPE)
-    wrong = [
-        f"{name} is a {type(value).__name__}"
-        for name, value in entries
-        if not isinstance(value, torch.Tensor)
-    ]
+    wrong = [f"{name} is a {type(value).__name__}" for name, value in entries if not isinstance(value, torch.Tensor)]
     if wrong:
         raise LayoutError(
             f"the state dict contains values that are not tensors, in {counted(len(wrong), 'entry', 'entries')}",
@@ -210,8 +218,7 @@ def check_not_copied(module: torch.nn.Module, layout: Layout, tensors: Sequence[
         LayoutError: it returns copies; names the tensors.
     """
     own = {
-        local_tensor(tensor).untyped_storage().data_ptr()
-        for tensor in (*module.parameters(), *module.buffers())
+        local_tensor(tensor).untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())
     } | {
         parameter.ds_tensor.untyped_storage().data_ptr()  # type: ignore[attr-defined]
         for parameter in module.parameters()
@@ -308,8 +315,8 @@ class _Reader:
             self._tensors.append(part.view(held))
 
     def shards(self, *, whole: bool, others: bool, fix: str = "") -> TorchShards:
-        """Shards of all entries that were read. Raises LayoutError with all problems; its ``fix`` is the given one, if any, unless
-        casts are the only problem.
+        """Shards of all entries that were read. Raises LayoutError with all problems; its ``fix`` is the given one, if
+        any, unless casts are the only problem.
         """
         import torch
 
@@ -341,7 +348,10 @@ class _Reader:
                 if for_casts
                 else fix
                 or (
-                    f"fill a model that is built from the config.json of {self._of}; strict=False fills only the tensors that both have"
+                    (
+                        f"fill a model that is built from the config.json of {self._of}; "
+                        "strict=False fills only the tensors that both have"
+                    )
                     if self._filled
                     else "pass exactly the tensors of the model's safetensors files, with the same names and shapes"
                 ),
@@ -358,7 +368,9 @@ class _Reader:
 
 
 def _is_ordinary(value: Any) -> bool:
-    """Test whether this is a dense tensor that holds all of its elements itself: name, shape and dtype then decide how it is read."""
+    """Test whether this is a dense tensor that holds all of its elements itself: name, shape and dtype then decide how
+    it is read.
+    """
     import torch
 
     known = type(value) is torch.Tensor or type(value) is torch.nn.Parameter
@@ -366,15 +378,17 @@ def _is_ordinary(value: Any) -> bool:
 
 
 def model_form(name: str, model: TensorForms) -> Form | None:
-    """The form of a tensor in memory, looked up by the given name, or by that name without the parts that wrappers add; None if the model has
-    neither.
+    """The form of a tensor in memory, looked up by the given name, or by that name without the parts that wrappers add;
+    None if the model has neither.
     """
     found = model_name(name, model) or model_name(name, model.other_forms)
     return None if found is None else model.form(found)
 
 
 def model_name(name: str, model: Collection[str]) -> str | None:
-    """The model's name for a tensor: as given, or without the parts that wrappers add; None if the model has neither."""
+    """The model's name for a tensor: as given, or without the parts that wrappers add; None if the model has
+    neither.
+    """
     if name in model:
         return name
     parts = unwrapped_parts(name)
@@ -415,7 +429,9 @@ def check_cast(cast: str) -> None:
 
 
 def not_dense(name: str, value: torch.Tensor) -> Misfit | None:
-    """Misfit of a sparse or opaque tensor, because versions contain dense elements in row-major order; None for a dense tensor."""
+    """Misfit of a sparse or opaque tensor, because versions contain dense elements in row-major order; None for a dense
+    tensor.
+    """
     import torch
 
     if value.layout == torch.strided:
@@ -425,7 +441,10 @@ def not_dense(name: str, value: torch.Tensor) -> Misfit | None:
 
 
 def unknown_names(names: Sequence[str], model: Collection[str]) -> Iterator[Misfit]:
-    """Misfits for names that a model does not have. The first ones suggest the nearest name of the model, each name once."""
+    """Misfits for names that a model does not have.
+
+    The first ones suggest the nearest name of the model, each name once.
+    """
     meant: set[str] = set()
     for index, name in enumerate(names):
         nearest = _shares(name, model) or did_you_mean(name, model) if index < NAMED else ""
@@ -439,22 +458,19 @@ def _shares(name: str, model: Collection[str]) -> str:
     if not is_head(name) or len(embeddings) != 1 or any(map(is_head, model)):
         return ""
     return (
-        f"; its head, if it has one, is {embeddings[0]}: tie them in the trainer (peft: ensure_weight_tying=True), or register a "
+        f"; its head, if it has one, is {embeddings[0]}: tie them in the trainer (peft: "
+        "ensure_weight_tying=True), or register a "
         "model with both tensors, and tie_word_embeddings=false in its config.json"
     )
 
 
-def mismatch(
-    form: Form, shape: Sequence[int], dtype: torch.dtype, cast: str, *, filled: bool = False
-) -> str | None:
+def mismatch(form: Form, shape: Sequence[int], dtype: torch.dtype, cast: str, *, filled: bool = False) -> str | None:
     """Message of `misfit`."""
     found = misfit(form, shape, dtype, cast, filled=filled)
     return None if found is None else found.text
 
 
-def misfit(
-    form: Form, shape: Sequence[int], dtype: torch.dtype, cast: str, *, filled: bool = False
-) -> Misfit | None:
+def misfit(form: Form, shape: Sequence[int], dtype: torch.dtype, cast: str, *, filled: bool = False) -> Misfit | None:
     """Reason why a tensor with this shape and dtype cannot be this tensor of the model; None if it can.
 
     ``filled``: whether the tensor is filled from the model, instead of pushed to it.

@@ -1,7 +1,9 @@
-"""Parameters that DeepSpeed's ZeRO-3 has partitioned: a rank has a range of each parameter's elements, in row-major order.
+"""Parameters that DeepSpeed's ZeRO-3 has partitioned: a rank has a range of each parameter's elements, in row-major
+order.
 
-A range has ``ceil(elements / ranks)`` elements; the last ranges are padded, or consist only of padding. The elements of a range form a few boxes,
-whose tensors are views of it. Source of the conventions: ``deepspeed.runtime.zero.partition_parameters`` of DeepSpeed 0.19.
+A range has ``ceil(elements / ranks)`` elements; the last ranges are padded, or consist only of padding. The elements of
+a range form a few boxes, whose tensors are views of it. Source of the conventions:
+``deepspeed.runtime.zero.partition_parameters`` of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -40,14 +42,18 @@ def partition_shards(parameter: Any) -> list[tuple[Box, torch.Tensor]]:
 
 
 def gathered_copy(parameter: Any) -> torch.Tensor | None:
-    """The whole parameter, if a rank has it in addition to its range, as for small parameters between steps; otherwise None."""
+    """The whole parameter, if a rank has it in addition to its range, as for small parameters between steps; otherwise
+    None.
+    """
     status = getattr(getattr(parameter, "ds_status", None), "name", "")
     whole: torch.Tensor = parameter.detach()
     return whole if status == "AVAILABLE" and tuple(whole.shape) == tuple(parameter.ds_shape) else None
 
 
 def partitioned_state(module: torch.nn.Module) -> Mapping[str, Any] | None:
-    """The state dict of a module with the parameter objects themselves, if ZeRO-3 has partitioned them; None otherwise."""
+    """The state dict of a module with the parameter objects themselves, if ZeRO-3 has partitioned them; None
+    otherwise.
+    """
     if not any(is_partitioned(parameter) for parameter in module.parameters()):
         return None
     state: Mapping[str, Any] = module.state_dict(keep_vars=True)

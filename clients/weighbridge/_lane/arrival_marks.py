@@ -37,7 +37,8 @@ class ArrivalMarks:
     def hold(self) -> bool:
         """Whether all bytes that have arrived are still what they were. Once this is false it stays so.
 
-        True does not say that it will be true in a moment, unless the version is ready: nothing can be written to it then.
+        True does not say that it will be true in a moment, unless the version is ready: nothing can be written to it
+        then.
         """
         return bool(self._memory.bytes[0]) and not self._connection.ended
 

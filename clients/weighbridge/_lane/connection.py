@@ -68,9 +68,7 @@ class LaneConnection:
             self._socket.connect(path)
             if own_user and _user_of(self._socket) != os.getuid():
                 # any user of a machine that the service does not run on could have made it
-                raise FailedPrecondition(
-                    f"the process that answers on the service's socket {path} is another user's"
-                )
+                raise FailedPrecondition(f"the process that answers on the service's socket {path} is another user's")
             self._socket.settimeout(None)
             protocol.limit_sending(self._socket, _ANSWER_SECONDS)
         except OSError as error:
@@ -129,7 +127,9 @@ class LaneConnection:
         return response, descriptors
 
     def tell(self, request: pb.LaneRequest | None) -> None:
-        """Send a request soon, in another thread, without waiting for its answer. With None, close the connection once no read is in progress.
+        """Send a request soon, in another thread, without waiting for its answer.
+
+        With None, close the connection once no read is in progress.
 
         May be called from anywhere, destructors included.
         """
@@ -219,9 +219,7 @@ class LaneConnection:
 
 def _user_of(connected: socket.socket) -> int:
     """The user of the process at the other end. Source: unix(7), SO_PEERCRED."""
-    _, user, _ = _CREDENTIALS.unpack(
-        connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
+    _, user, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(user)
 
 

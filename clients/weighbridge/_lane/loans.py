@@ -68,7 +68,8 @@ class WriteLoan:
             nbytes: of their stream.
 
         Returns:
-            Numbers of the written elements of each shard that are non-finite, without those that `count` counts. None if the source does not count.
+            Numbers of the written elements of each shard that are non-finite, without those that `count` counts. None
+            if the source does not count.
         """
         if self._memory is None:
             return [0] * len(self._copies)
@@ -86,7 +87,9 @@ class WriteLoan:
 
     @contextmanager
     def passing(self, stream: Layout, counts: PushCounts) -> Iterator[PassingFill]:
-        """Copy shards to where they belong as they pass by. When the block ends without an error, all of them are there.
+        """Copy shards to where they belong as they pass by.
+
+        When the block ends without an error, all of them are there.
 
         Args:
             stream: layout of all shards of the rank.
@@ -97,9 +100,7 @@ class WriteLoan:
             raise FailedPrecondition("the memory has been given back")
         try:
             with PassingWriter([memory]) as writer:
-                yield PassingFill(
-                    stream, sample_of(stream.nbytes, self.streamed), writer, self._copies, self._sample
-                )
+                yield PassingFill(stream, sample_of(stream.nbytes, self.streamed), writer, self._copies, self._sample)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold arrays over the memory
             raise
@@ -107,7 +108,9 @@ class WriteLoan:
         self._uncounted = writer.uncounted
 
     def count(self) -> Sequence[int]:
-        """Numbers of non-finite elements of each shard, among the elements that were not counted as they were written; called once, before `end`."""
+        """Numbers of non-finite elements of each shard, among the elements that were not counted as they were written;
+        called once, before `end`.
+        """
         found = [0] * len(self._copies)
         uncounted, self._uncounted = self._uncounted, []
         if self._memory is not None and uncounted:
@@ -134,7 +137,8 @@ class WriteLoan:
 
 
 class _WrittenRanges:
-    """Reports of the ranges of a stream that a rank has written, for engines that read them before the version is ready.
+    """Reports of the ranges of a stream that a rank has written, for engines that read them before the version is
+    ready.
 
     Args:
         connection: to the service.
@@ -180,7 +184,9 @@ class PassingFill:
         self._encodings = encodings_of(stream)
 
     def take(self, passing: Passing, staging: StagingPool) -> None:
-        """Copy shards, after recording the parts of them that are in the sample. They may change afterwards, on a GPU in stream order.
+        """Copy shards, after recording the parts of them that are in the sample.
+
+        They may change afterwards, on a GPU in stream order.
 
         Args:
             passing: the shards.
@@ -194,9 +200,7 @@ class PassingFill:
             placement = self._stream.placements[index]
             dtype = written_as(self._stream.tensors[placement.shard.tensor], tensor)
             check_size(placement, tensor, dtype)
-            self._writer.write(
-                PassingShard(index, tensor, dtype, self._copies[index], self._encodings[index])
-            )
+            self._writer.write(PassingShard(index, tensor, dtype, self._copies[index], self._encodings[index]))
 
 
 class _Sampled(NamedTuple):
@@ -226,7 +230,9 @@ def _within(ranges: Sequence[tuple[int, int]], stream: Layout, part: Sequence[in
 
 
 def _sampled(source: ShardSource, nbytes: int, streamed: Sequence[tuple[int, int]]) -> list[pb.SampledPiece]:
-    """Checksums of parts of a stream that are going to be written: the service compares them when it verifies the version."""
+    """Checksums of parts of a stream that are going to be written: the service compares them when it verifies the
+    version.
+    """
     return _pieces(source, [_Sampled(start, end, start) for start, end in sample_of(nbytes, streamed)])
 
 
@@ -264,7 +270,9 @@ _LARGE_BYTES = 4 << 20
 
 
 class ReadLoan:
-    """Version that is read where it lies; made by `LocalLane.read`. It is held until all tensors over shared memory are gone, too.
+    """Version that is read where it lies; made by `LocalLane.read`.
+
+    It is held until all tensors over shared memory are gone, too.
 
     Args:
         layout: of the slices.
@@ -289,9 +297,7 @@ class ReadLoan:
         self.layout = layout
         self._copies = copies
         self._granted = granted
-        self._exported = [
-            each.private.exported() if isinstance(each, GrantedMemory) else None for each in granted
-        ]
+        self._exported = [each.private.exported() if isinstance(each, GrantedMemory) else None for each in granted]
         self._holder = _Holder()
         # not at the interpreter's exit: tensors may be in use until the process ends, and then the loan does, too
         weakref.finalize(self._holder, end).atexit = False
@@ -300,7 +306,9 @@ class ReadLoan:
                 exported.holder = self._holder  # an object that keeps one of them keeps the loan
 
     def tensor(self, index: int) -> torch.Tensor:
-        """A slice, by its index in the layout: a view of the version if it lies in shared memory in one run, a copy otherwise."""
+        """A slice, by its index in the layout: a view of the version if it lies in shared memory in one run, a copy
+        otherwise.
+        """
         import torch
 
         shard = self.layout.placements[index].shard
@@ -319,7 +327,9 @@ class ReadLoan:
         return made
 
     def pin(self) -> None:
-        """Register the memory with CUDA, which takes 30 ms for each GB, and plan the copies, so that `fill` need not."""
+        """Register the memory with CUDA, which takes 30 ms for each GB, and plan the copies, so that `fill` need
+        not.
+        """
         memories = self._memories()
         if memories is not None and is_pinned(itertools.chain.from_iterable(self._copies), memories):
             for copies in self._copies:
@@ -334,7 +344,8 @@ class ReadLoan:
 
         Args:
             targets: index and tensor of each.
-            queue: queue of the same loan that receives copies to GPUs. It reports when they are complete; they are not waited for here.
+            queue: queue of the same loan that receives copies to GPUs. It reports when they are complete; they are not
+                waited for here.
 
         Raises:
             DataLoss: of a file, bytes cannot be read, or a whole tensor does not agree with its digest.
@@ -352,7 +363,9 @@ class ReadLoan:
 
     @property
     def addresses(self) -> Sequence[int]:
-        """Address of each memory that `copies` name by number, while the loan is held; empty if a part of the version lies in files."""
+        """Address of each memory that `copies` name by number, while the loan is held; empty if a part of the version
+        lies in files.
+        """
         return [memory.address for memory in self._memories() or ()]
 
     def filled(self, tensor_for: Callable[[int], torch.Tensor]) -> Generator[torch.Tensor, None, None]:

@@ -1,6 +1,7 @@
 """Local lane of a client on the service's machine: shards are written, and slices read, where the version lies.
 
-The service grants access to memory; see ``weighbridge/v1/local_lane.proto``. A grant ends with its loan, or with this process.
+The service grants access to memory; see ``weighbridge/v1/local_lane.proto``. A grant ends with its loan, or with this
+process.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ class LocalLane:
         return error.message
 
     def write(self, model: str, number: int, rank: int, stream: Layout) -> WriteLoan:
-        """Obtain a grant of the memory in which a version's files are assembled, to write a rank's stream to it, or the parts that belong there.
+        """Obtain a grant of the memory in which a version's files are assembled, to write a rank's stream to it, or the
+        parts that belong there.
 
         Memory that was mapped for an earlier version stays mapped until the service recalls it.
 
@@ -155,7 +157,8 @@ class LocalLane:
             version: its number.
             request: names the slices.
             layout: of the slices.
-            arriving: whether the version is still being received; `ReadLoan.arrivals` says then which slices may be read.
+            arriving: whether the version is still being received; `ReadLoan.arrivals` says then which slices may be
+                read.
 
         Raises:
             WeighbridgeError: no grant; says why.
@@ -222,9 +225,7 @@ class LocalLane:
         for each in kept.values():
             each.mapping.abandon()
 
-    def _keep(
-        self, connection: LaneConnection, books: dict[str, T], key: str, memory: T, recalls: int
-    ) -> None:
+    def _keep(self, connection: LaneConnection, books: dict[str, T], key: str, memory: T, recalls: int) -> None:
         """Keep memory for later, unless the service has recalled some since, or is gone."""
         with self._lock:
             there = connection is self._connection and not connection.ended and not self._closed
@@ -260,9 +261,7 @@ class LocalLane:
         except (Unavailable, DeadlineExceeded):
             raise
         except WeighbridgeError as error:
-            raise FailedPrecondition(
-                f"the service does not report the path of its socket: {error.message}"
-            ) from error
+            raise FailedPrecondition(f"the service does not report the path of its socket: {error.message}") from error
         named = os.environ.get(SOCKET_VARIABLE, "")
         path = named or found.socket
         if not path:
@@ -326,9 +325,7 @@ def _stored(descriptors: Sequence[int], nbytes: int, loan: pb.ReadLoan, number: 
         raise DataLoss("the service granted a file without its descriptor")
     files = [file for file in loan.files if file.memory == number]
     tensors = {
-        file.offset + part.offset: StoredTensor(part.bytes, part.xxh3_128)
-        for file in files
-        for part in file.tensors
+        file.offset + part.offset: StoredTensor(part.bytes, part.xxh3_128) for file in files for part in file.tensors
     }
     title = f"{loan.version.model}@{loan.version.number}"
     return StoredFile(descriptors[0], nbytes, title, ", ".join(file.name for file in files), tensors)

@@ -109,7 +109,8 @@ def placed_copies(
         sizes: bytes of each memory.
 
     Raises:
-        DataLoss: a copy goes beyond its shard or its memory or is longer than its shard, or the plan is for other shards.
+        DataLoss: a copy goes beyond its shard or its memory or is longer than its shard, or the plan is for other
+            shards.
     """
     if len(plan.shards) != len(stream.placements):
         raise DataLoss(f"the plan has {len(plan.shards)} shards, and the stream {len(stream.placements)}")

@@ -43,7 +43,10 @@ def send(connection: socket.socket, message: _Serializable, descriptors: Sequenc
 
 
 def send_at_once(connection: socket.socket, message: _Serializable) -> None:
-    """Send one small message if the other side has room for it. Raises OSError if it has not, or the connection is gone."""
+    """Send one small message if the other side has room for it.
+
+    Raises OSError if it has not, or the connection is gone.
+    """
     raw = message.SerializeToString()
     framed = _LENGTH.pack(len(raw)) + raw
     if connection.send(framed, socket.MSG_DONTWAIT) != len(framed):
@@ -111,7 +114,8 @@ def receive(
 def _body(connection: socket.socket, length: int, room: Room | None, seconds: float | None) -> bytes:
     taken = 0
     before, deadline = connection.gettimeout(), None if seconds is None else time.monotonic() + seconds
-    # a mapping takes memory only for bytes that have come, and frees it when it goes; memory of an allocator does neither
+    # a mapping takes memory only for bytes that have come, and frees it when it goes; memory of an allocator does
+    # neither
     with ExitStack() as stack:
         if length > _FREE_BYTES:
             raw: bytearray | mmap.mmap = stack.enter_context(closing(mmap.mmap(-1, length)))
@@ -145,9 +149,7 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 def error_to_proto(error: WeighbridgeError) -> pb.LaneError:
     """An error as a message."""
-    return pb.LaneError(
-        reason=error.reason, message=error.message, fix=error.fix, details=list(error.details)
-    )
+    return pb.LaneError(reason=error.reason, message=error.message, fix=error.fix, details=list(error.details))
 
 
 def error_from_proto(message: pb.LaneError) -> WeighbridgeError:

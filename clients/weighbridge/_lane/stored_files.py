@@ -1,6 +1,7 @@
 """Files of a stored version that this process reads itself, through descriptors that the service has granted.
 
-They are not mapped: a page that cannot be read, because the disk reports an error or the file was cut short, would end the process with SIGBUS.
+They are not mapped: a page that cannot be read, because the disk reports an error or the file was cut short, would end
+the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -69,9 +70,7 @@ class StoredFile:
 
     @property
     def _fix(self) -> str:
-        return (
-            f"`weighbridge verify {self._title}` reports what is left of it; restore the file from a backup"
-        )
+        return f"`weighbridge verify {self._title}` reports what is left of it; restore the file from a backup"
 
     def read(self, copy: ByteCopy[int], target: Bytes, tensor: str) -> None:
         """Read the bytes of one copy. Those of a whole tensor are compared with its digest.

@@ -1,4 +1,5 @@
-"""Lazy tensors: the parts of a version that an engine rank needs, found by running the engine's own loader over tensors without storage.
+"""Lazy tensors: the parts of a version that an engine rank needs, found by running the engine's own loader over tensors
+without storage.
 
 May import: `_clients` and folders below it.
 

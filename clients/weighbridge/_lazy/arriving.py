@@ -1,4 +1,6 @@
-"""Staging of a version while it is still being received: each parameter is staged when all of its tensors have arrived."""
+"""Staging of a version while it is still being received: each parameter is staged when all of its tensors have
+arrived.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ class Arrived:
         self._loan: ReadLoan | None = loan
 
     def bring(self, buffer: torch.Tensor | None = None, *, pin: bool = False) -> ReadLoan:
-        """See `Pull.bring`: the slices are already here. The loan is the caller's from then on, and ends with the result."""
+        """See `Pull.bring`: the slices are already here.
+
+        The loan is the caller's from then on, and ends with the result.
+        """
         loan = self._take()
         if pin:
             loan.pin()
@@ -87,11 +92,12 @@ class _Staged(NamedTuple):
 class EarlyStaging:
     """Staging of one version's parameters while the version is still being received. For one thread.
 
-    Staged bytes are private until the version is ready. They count only if no arrived byte could be written again (`ArrivalMarks.hold`), and
-    if the sum of their words is that of their source. The sum of the source is computed from the service's memory after the copy, and for
-    some parameters a second time when the version is ready.
+    Staged bytes are private until the version is ready. They count only if no arrived byte could be written again
+    (`ArrivalMarks.hold`), and if the sum of their words is that of their source. The sum of the source is computed from
+    the service's memory after the copy, and for some parameters a second time when the version is ready.
 
-    The engine computes in the same process, so long operations are done for many parameters in one call, without the interpreter's lock.
+    The engine computes in the same process, so long operations are done for many parameters in one call, without the
+    interpreter's lock.
 
     Args:
         recording: recording of the engine's loader.
@@ -201,9 +207,7 @@ class EarlyStaging:
         again = self._some(self._plan.nbytes[numbers])
         right[again] &= staged[again] == self._sums(self._plan, numbers[again])
         for number in numbers[~right].tolist():
-            log.warning(
-                "%s was read before it had fully arrived, and is loaded again", self._plan.names[number]
-            )
+            log.warning("%s was read before it had fully arrived, and is loaded again", self._plan.names[number])
         return frozenset(self._plan.names[number] for number in numbers[right].tolist())
 
     def close(self) -> None:

@@ -1,4 +1,7 @@
-"""Cache folder of clients: recordings, and the files of models that an engine reads from a folder. Clients can recreate its files."""
+"""Cache folder of clients: recordings, and the files of models that an engine reads from a folder.
+
+Clients can recreate its files.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,7 @@ def cache_folder() -> Path:
     try:
         return Path(os.environ.get(CACHE_VARIABLE) or f"{base}/weighbridge").expanduser()
     except RuntimeError as error:
-        raise FailedPrecondition(
-            "there is no cache folder: this user has no home folder", fix=_FIX
-        ) from error
+        raise FailedPrecondition("there is no cache folder: this user has no home folder", fix=_FIX) from error
 
 
 def folder_of(kind: str, files: Mapping[str, bytes]) -> Path:

@@ -1,7 +1,9 @@
-"""Digests of parameters, by the recording of an engine's loader: of the present parameters, and of those that a version should result in.
+"""Digests of parameters, by the recording of an engine's loader: of the present parameters, and of those that a version
+should result in.
 
-A digest is computed on the tensor's device. It depends on each word and on its position, so that a flipped bit and two swapped experts
-change it (two digests agree by chance once in 2**64). It does not protect against an attacker who chooses the bytes.
+A digest is computed on the tensor's device. It depends on each word and on its position, so that a flipped bit and two
+swapped experts change it (two digests agree by chance once in 2**64). It does not protect against an attacker who
+chooses the bytes.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ _ROW = 1 << 16
 _ROWS_AT_ONCE = 128
 """Rows of 512 KiB that are weighted at a time, in a copy."""
 _TOGETHER_WORDS = 3 << 20
-"""Most words of tensors of one size that are digested together: submitting the work of a tensor to a GPU takes some 0.1 ms. They are copied,
-and weighted as 8 bytes each, so that less memory is needed than for the rows of one large tensor."""
+"""Most words of tensors of one size that are digested together: submitting the work of a tensor to a GPU takes some 0.1
+ms. They are copied, and weighted as 8 bytes each, so that less memory is needed than for the rows of one large
+tensor.
+"""
 
 
 def digest_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,9 +80,7 @@ def _digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     weights = _weights(words.device)
     count = words.shape[1] // _ROW
     rows = words[:, : count * _ROW].view(len(tensors), count, _ROW)
-    sums = [
-        (rows[:, start : start + _ROWS_AT_ONCE] * weights).sum(2) for start in range(0, count, _ROWS_AT_ONCE)
-    ]
+    sums = [(rows[:, start : start + _ROWS_AT_ONCE] * weights).sum(2) for start in range(0, count, _ROWS_AT_ONCE)]
     rest = words[:, count * _ROW :].to(torch.int64)
     sums.append((rest * weights[: rest.shape[1]]).sum(1, keepdim=True))
     return _sums_of_rows(torch.cat(sums, 1), weights)
@@ -113,9 +115,7 @@ def digests_of(recording: Recording, parameters: Mapping[str, torch.Tensor]) -> 
     with torch.no_grad():
         digests = iter(
             _digests_in_order(
-                part_of(tensor, step.part)
-                for name, tensor in parameters.items()
-                for step in recording.by_target[name]
+                part_of(tensor, step.part) for name, tensor in parameters.items() for step in recording.by_target[name]
             )
         )
     return {name: [next(digests) for _ in recording.by_target[name]] for name in parameters}

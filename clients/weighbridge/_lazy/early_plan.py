@@ -112,7 +112,9 @@ def plan_for(recording: Recording, loan: ReadLoan, place: StagingPlace) -> Early
 def _rows_of_parameter(
     tensor: torch.Tensor, copies: Sequence[RecordedCopy], slices: Sequence[ShardCopies]
 ) -> tuple[Rows, NDArray[np.int64]] | None:
-    """Rows that fill a parameter from its slices, and the memory of each; None if they leave bytes out, or copy engines cannot copy them."""
+    """Rows that fill a parameter from its slices, and the memory of each; None if they leave bytes out, or copy engines
+    cannot copy them.
+    """
     nbytes = sum(each.nbytes for shard in slices for each in shard)
     if not copies or nbytes != flat(tensor).nbytes:
         return None

@@ -1,7 +1,7 @@
 """Several lazy tensors side by side, for a loader that stacks or concatenates tensors before it copies them.
 
-transformers does so with experts. A joined tensor is no part of one tensor of the version, but the position of each piece in it is known:
-copying from it copies the pieces, one after the other.
+transformers does so with experts. A joined tensor is no part of one tensor of the version, but the position of each
+piece in it is known: copying from it copies the pieces, one after the other.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Storageless(torch.Tensor):
 class JoinedTensor(Storageless):
     """Lazy tensors side by side, which together cover it. It has no storage.
 
-    Copies and casts of it, and views that permute its axes, are joined tensors too. All other operations are done on real tensors, for
-    which all of it is copied.
+    Copies and casts of it, and views that permute its axes, are joined tensors too. All other operations are done on
+    real tensors, for which all of it is copied.
     """
 
     _pieces: Sequence[JoinedPart]

@@ -1,6 +1,7 @@
 """Two versions that a rank pulls as one: a policy's, and the version of a drafter that is a separate model.
 
-A recording of both prefixes the names of the drafter's tensors with the drafter's model, and lists them after the policy's.
+A recording of both prefixes the names of the drafter's tensors with the drafter's model, and lists them after the
+policy's.
 """
 
 from __future__ import annotations
@@ -73,13 +74,9 @@ def pull_recorded(
     of, mine = prefix.removesuffix(":"), int(draft.rpartition("@")[2])
     policy = [(name, box.offset, box.extent) for name, box in recording.boxes if not name.startswith(prefix)]
     drafter = [
-        (name.removeprefix(prefix), box.offset, box.extent)
-        for name, box in recording.boxes
-        if name.startswith(prefix)
+        (name.removeprefix(prefix), box.offset, box.extent) for name, box in recording.boxes if name.startswith(prefix)
     ]
-    return PairedPull(
-        client.pull(model, number, Boxes(policy)), client.pull(of, mine, Boxes(drafter)), prefix
-    )
+    return PairedPull(client.pull(model, number, Boxes(policy)), client.pull(of, mine, Boxes(drafter)), prefix)
 
 
 class PairedPull:

@@ -1,8 +1,9 @@
 """Run a loader over lazy tensors without fetching anything, and record where it copies them.
 
-All of the loader's operations are observed, also on tensors of its own. A result that is computed from elements of a version, instead of
-copied, cannot be repeated by copying, and is reported as unrecorded. Loaders are not supported whose choice of targets depends on the
-values of weights. Changes of memory by address are not observed, and neither is another thread, unless it copies from a lazy tensor.
+All of the loader's operations are observed, also on tensors of its own. A result that is computed from elements of a
+version, instead of copied, cannot be repeated by copying, and is reported as unrecorded. Loaders are not supported
+whose choice of targets depends on the values of weights. Changes of memory by address are not observed, and neither is
+another thread, unless it copies from a lazy tensor.
 """
 
 from __future__ import annotations
@@ -43,20 +44,20 @@ _OVERWRITES = frozenset({aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tenso
 """Operations that write to their first argument without reading it."""
 
 
-_LEAVES = frozenset(
-    {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__}
-)
+_LEAVES = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
 """Operations that take elements out of torch."""
 
 
 def record(specs: Iterable[TensorSpec], load: Load, targets: Mapping[str, torch.Tensor]) -> Recording:
-    """Record the copies that a loader makes from a version with these tensors. Fetches no bytes; afterwards the content of the targets is undefined.
+    """Record the copies that a loader makes from a version with these tensors.
+
+    Fetches no bytes; afterwards the content of the targets is undefined.
 
     Args:
         specs: the version's tensors.
         load: called once, with all of them.
-        targets: the parameters and buffers that it may write to, by name; they may be on the meta device. Of several names for the same
-            memory the first one counts.
+        targets: the parameters and buffers that it may write to, by name; they may be on the meta device. Of several
+            names for the same memory the first one counts.
 
     Raises:
         LayoutError: a part of a tensor was copied to a target that it does not fit; the message names the tensor.
@@ -72,11 +73,13 @@ def record(specs: Iterable[TensorSpec], load: Load, targets: Mapping[str, torch.
 def remembered(
     specs: Iterable[TensorSpec], load: Load, targets: Mapping[str, torch.Tensor], configuration: str
 ) -> Recording:
-    """`record`, or the recording of an earlier run with the same tensors, parameters and configuration: an engine that restarts runs no loader.
+    """`record`, or the recording of an earlier run with the same tensors, parameters and configuration: an engine that
+    restarts runs no loader.
 
     Args:
         specs, load, targets: as for `record`.
-        configuration: everything else that the loader's choices depend on: the engine and its release, its parallelism and this rank.
+        configuration: everything else that the loader's choices depend on: the engine and its release, its parallelism
+            and this rank.
     """
     specs = tuple(specs)
     shapes = [[name, *Shape.of(tensor)[:2], str(tensor.dtype)] for name, tensor in sorted(targets.items())]
@@ -111,7 +114,9 @@ def is_tested(recording: Recording, configuration: str) -> bool:
 
 
 def note_tested(recording: Recording, configuration: str) -> None:
-    """Record for `is_tested` that a recording was verified, in the folder of recordings, for all processes of this machine."""
+    """Record for `is_tested` that a recording was verified, in the folder of recordings, for all processes of this
+    machine.
+    """
     name = _test_name(recording, configuration)
     try:
         folder = cache_folder() / "recordings"
@@ -137,13 +142,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self._written: dict[str, list[Strided]] = {name: [] for name, _ in self._targets.values()}
         self._from: dict[int, set[str]] = {}  # memory with elements of a version: names of their tensors
         self._alive: list[torch.Tensor] = []  # keeps memory from being reused for other tensors
-        self._own: dict[
-            str, str
-        ] = {}  # targets in which the loader has put values of its own, with the reason
+        self._own: dict[str, str] = {}  # targets in which the loader has put values of its own, with the reason
         self._unrecorded: dict[str, str] = {}
-        self._numbers: set[str] = (
-            set()
-        )  # tensors that numbers were taken out of, since the newest was handed over
+        self._numbers: set[str] = set()  # tensors that numbers were taken out of, since the newest was handed over
         self._handed: list[tuple[str, Callable[[], object]]] = []
         self._thread = threading.get_ident()
         self._lock = threading.RLock()
@@ -264,8 +265,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         steps = [
             step
             for step in self._steps
-            if step.target not in mixed
-            and (isinstance(step, Constant) or step.tensor not in self._unrecorded)
+            if step.target not in mixed and (isinstance(step, Constant) or step.tensor not in self._unrecorded)
         ]
         used = {step.tensor for step in steps if isinstance(step, RecordedCopy)}
         targets = dict(self._targets.values())
@@ -274,11 +274,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             {name: Shape.of(targets[name]) for name in dict.fromkeys(step.target for step in steps)},
             tuple(steps),
             dict(self._unrecorded),
-            {
-                name: left
-                for name, tensor in targets.items()
-                if (left := _unwritten(tensor, self._written[name])) > 0
-            },
+            {name: left for name, tensor in targets.items() if (left := _unwritten(tensor, self._written[name])) > 0},
         )
 
     def left(self, tensor: torch.Tensor) -> None:
@@ -292,15 +288,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
                 self._own[known[0]] = f"the loader takes its target {known[0]} out of torch"
 
     def _exclude_mixed(self) -> set[str]:
-        """Targets of which a part cannot be recorded: the loader would write that part before or after the rest, not in between.
-        All other copies to them are excluded.
+        """Targets of which a part cannot be recorded: the loader would write that part before or after the rest, not in
+        between. All other copies to them are excluded.
         """
         mixed: set[str] = set()
         while True:
             found = {
-                name
-                for key, (name, _) in self._targets.items()
-                if self._from.get(key, set()) & self._unrecorded.keys()
+                name for key, (name, _) in self._targets.items() if self._from.get(key, set()) & self._unrecorded.keys()
             }
             if found == mixed:
                 return mixed

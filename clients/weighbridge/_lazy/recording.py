@@ -76,8 +76,8 @@ class Recording:
         specs: the version's tensors that are copied from, by name.
         targets: the parameters and buffers that are copied to, by name.
         steps: the steps in the order in which the loader did them.
-        unrecorded: tensors of the version whose copies could not be recorded, with the reason: the loader has to run for them
-            each time, on tensors of `Source`.
+        unrecorded: tensors of the version whose copies could not be recorded, with the reason: the loader has to run
+            for them each time, on tensors of `Source`.
         unwritten: number of elements that no step writes, by the parameter's name.
     """
 
@@ -112,7 +112,8 @@ class Recording:
 
     @cached_property
     def plain(self) -> Mapping[str, tuple[RecordedCopy, ...]]:
-        """The parameters that boxes fill without cast or rearrangement, each box its own run of elements, and their steps.
+        """The parameters that boxes fill without cast or rearrangement, each box its own run of elements, and their
+        steps.
 
         The order of these steps does not matter.
         """
@@ -158,9 +159,7 @@ class Recording:
         """
         for name in self.targets:
             if name not in targets:
-                raise FailedPrecondition(
-                    f"{name} was recorded, and is no longer a parameter", fix="record again"
-                )
+                raise FailedPrecondition(f"{name} was recorded, and is no longer a parameter", fix="record again")
             self.check_target(name, targets[name])
 
     def check_target(self, name: str, tensor: torch.Tensor) -> None:
@@ -190,9 +189,7 @@ class Recording:
             {
                 "format": _FORMAT,
                 "specs": [[s.name, s.dtype.name, s.shape] for s in self.specs.values()],
-                "targets": [
-                    [n, t.size, t.stride, dtypes.from_torch(t.dtype).name] for n, t in self.targets.items()
-                ],
+                "targets": [[n, t.size, t.stride, dtypes.from_torch(t.dtype).name] for n, t in self.targets.items()],
                 "steps": [_step_to_json(step) for step in self.steps],
                 "unrecorded": dict(self.unrecorded),
                 "unwritten": dict(self.unwritten),
@@ -249,9 +246,7 @@ def _step_from_json(found: Sequence[Any]) -> RecordedStep:
         return Constant(target, part, rest[0])
     tensor, offset, extent, *view, casts = rest
     box = Box(tuple(offset), tuple(extent))
-    return RecordedCopy(
-        target, part, tensor, box, _strided(view), tuple(dtypes.parse(name).torch for name in casts)
-    )
+    return RecordedCopy(target, part, tensor, box, _strided(view), tuple(dtypes.parse(name).torch for name in casts))
 
 
 def _strided(found: Iterable[Any]) -> Strided:

@@ -62,9 +62,7 @@ class Source:
 
     def compute(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Fetch the arguments of an operation, and carry it out."""
-        real_args, real_kwargs = tree_map_only(
-            LazyTensor, lambda lazy: self._told_of(func, lazy), (args, kwargs)
-        )
+        real_args, real_kwargs = tree_map_only(LazyTensor, lambda lazy: self._told_of(func, lazy), (args, kwargs))
         return func(*real_args, **real_kwargs)
 
     def _told_of(self, func: Callable[..., Any], lazy: LazyTensor) -> torch.Tensor:

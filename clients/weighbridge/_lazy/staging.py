@@ -59,7 +59,9 @@ class StagingPlace:
 
 @contextmanager
 def on_stream_of(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Run the block's GPU work on a stream of its own, or on ``stream``, and wait for it at the end; nothing on other devices."""
+    """Run the block's GPU work on a stream of its own, or on ``stream``, and wait for it at the end; nothing on other
+    devices.
+    """
     with ExitStack() as stack:
         if device.type == "cuda":
             stream = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
@@ -86,10 +88,9 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((extent_of(Shape.of(tensor)) // tensor.itemsize,), (1,))
 
 
-def packed(
-    tensors: Mapping[str, torch.Tensor], memories: Iterable[torch.Tensor]
-) -> dict[str, torch.Tensor] | None:
-    """Copies of tensors with the same strides, in memory of other tensors; tensors that lie there already are not copied.
+def packed(tensors: Mapping[str, torch.Tensor], memories: Iterable[torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """Copies of tensors with the same strides, in memory of other tensors; tensors that lie there already are not
+    copied.
 
     Args:
         tensors: tensors by name.

@@ -1,7 +1,7 @@
 """Tensors of full shape and dtype without storage, in place of tensors of a version.
 
-An engine's own loader narrows, splits, transposes and casts them like any others; each is always known as a strided view of one tensor of
-the version. The loader's last operation on them decides which elements are fetched.
+An engine's own loader narrows, splits, transposes and casts them like any others; each is always known as a strided
+view of one tensor of the version. The loader's last operation on them decides which elements are fetched.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from weighbridge.errors import LayoutError
 
 aten = torch.ops.aten
 
-_NOT_PLACES = frozenset(
-    {aten.view.dtype, aten._neg_view.default, aten._conj.default, aten.view_as_real.default}
-)
+_NOT_PLACES = frozenset({aten.view.dtype, aten._neg_view.default, aten._conj.default, aten.view_as_real.default})
 """Views that show other values than their memory has."""
 SHAPE_ONLY = frozenset(
     {
@@ -62,8 +60,8 @@ def shown(dense: torch.Tensor, view: Strided, casts: Sequence[torch.dtype]) -> t
 class LazyTensor(Storageless):
     """A tensor of a version, or a view or a cast of one.
 
-    It has no storage and cannot be written to by its address. Views, casts and copies of it are lazy as well. Copying from it, and every
-    other operation, calls its reader.
+    It has no storage and cannot be written to by its address. Views, casts and copies of it are lazy as well. Copying
+    from it, and every other operation, calls its reader.
 
     Attributes:
         spec: the version's tensor that it is a part of.
@@ -132,9 +130,7 @@ class LazyTensor(Storageless):
         mine = self._logical
         if mine is self._elements or found.stride() == mine.stride() or 0 in mine.stride():
             return found
-        return torch.empty_strided(mine.shape, mine.stride(), dtype=mine.dtype, device=found.device).copy_(
-            found
-        )
+        return torch.empty_strided(mine.shape, mine.stride(), dtype=mine.dtype, device=found.device).copy_(found)
 
     def located(self) -> tuple[Box, Strided]:
         """The box of the version's tensor with these elements, and the view of that box."""
@@ -196,7 +192,10 @@ def _check_shapes(target: torch.Tensor, source: LazyTensor) -> None:
         fits = False
     if not fits:
         raise LayoutError(
-            f"{source.spec} does not fit: a part of shape {list(source.shape)} was copied to one of {list(target.shape)}",
+            (
+                f"{source.spec} does not fit: a part of shape {list(source.shape)} was copied to "
+                f"one of {list(target.shape)}"
+            ),
             fix="compare the engine's configuration with the model's config.json",
         )
 
@@ -227,7 +226,9 @@ def changed_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 
 
 def _make_real(lazy: LazyTensor) -> None:
-    """Fetch the whole tensor that a lazy tensor is a view of; it and its other views show the fetched one from now on."""
+    """Fetch the whole tensor that a lazy tensor is a view of; it and its other views show the fetched one from now
+    on.
+    """
     memory = lazy._memory
     whole = _made(lazy._reader, lazy.spec, memory.logical, memory.parts, lazy.casts, memory, lazy.device)
     memory.real = lazy._reader.compute(aten.clone.default, (whole,), {})

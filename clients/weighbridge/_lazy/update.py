@@ -45,7 +45,8 @@ class Update:
         incoming: the given pull.
         version: the version; it stays the same if a ref moves.
         nbytes: number of bytes to transfer.
-        replaced: names of staged parameters in place of which `fill_made` copies the tensors that the engine has made of them.
+        replaced: names of staged parameters in place of which `fill_made` copies the tensors that the engine has made
+            of them.
 
     Raises:
         FailedPrecondition: a tensor differs from the recorded one; the message names it.
@@ -89,10 +90,12 @@ class Update:
             self._slices = self.incoming.bring(spare, pin=pin)
 
     def stage(self, place: StagingPlace, there: Collection[str] = ()) -> None:
-        """Copy the prepared bytes to a place with the layout of the parameters, as far as there is room, so that `fill` makes one copy for each.
+        """Copy the prepared bytes to a place with the layout of the parameters, as far as there is room, so that `fill`
+        makes one copy for each.
 
-        Parameters that the version does not fill completely are not staged; `fill` copies them from the prepared bytes. May run in another
-        thread while the model computes. The caller must not let anything else write to the place until the update is closed.
+        Parameters that the version does not fill completely are not staged; `fill` copies them from the prepared bytes.
+        May run in another thread while the model computes. The caller must not let anything else write to the place
+        until the update is closed.
 
         Args:
             place: the place.
@@ -157,7 +160,8 @@ class Update:
 
         Raises:
             FailedPrecondition: the bytes have not been prepared.
-            LayoutError: one has another shape, other strides or another dtype than the recorded one; none has been changed.
+            LayoutError: one has another shape, other strides or another dtype than the recorded one; none has been
+                changed.
         """
         for name, tensor in targets.items():
             self._recording.check_target(name, tensor)
@@ -187,13 +191,15 @@ class Update:
     def fill_all(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Fill all parameters. Bytes that were not prepared are transferred straight into them.
 
-        If that fails before the end, some parameters are of this version and others are not; call `prepare` first to avoid that.
+        If that fails before the end, some parameters are of this version and others are not; call `prepare` first to
+        avoid that.
 
         Args:
             targets: the parameters and buffers by name; those without a step are not changed.
 
         Raises:
-            LayoutError: one is missing, or differs in shape, strides or dtype from the recorded one; none has been changed.
+            LayoutError: one is missing, or differs in shape, strides or dtype from the recorded one; none has been
+                changed.
             WeighbridgeError: the service or the version is gone.
         """
         self._recording.check(targets)

@@ -50,8 +50,8 @@ def is_whole(view: Strided, extent: Sequence[int]) -> bool:
 def box_of_view(shape: Sequence[int], view: Strided) -> tuple[Box, Strided]:
     """A small box with all elements of a view, and the view's strides in that box, dense and row-major.
 
-    Exact wherever each axis of the view runs along axes of the tensor, as with narrowing, splitting, permuting and reshaping; otherwise
-    rows that are needed in part are included whole.
+    Exact wherever each axis of the view runs along axes of the tensor, as with narrowing, splitting, permuting and
+    reshaping; otherwise rows that are needed in part are included whole.
 
     Args:
         shape: shape of the tensor, which is dense and row-major.
@@ -69,9 +69,7 @@ def _along_axes(shape: Sequence[int], view: Strided) -> tuple[Box, Strided] | No
         first.append(rest // stride)
         rest %= stride
     reach = [0] * len(shape)
-    runs: list[
-        tuple[int, int]
-    ] = []  # for each axis of the view: along which axis of the tensor, and in which steps
+    runs: list[tuple[int, int]] = []  # for each axis of the view: along which axis of the tensor, and in which steps
     for n, s in zip(view.size, view.stride, strict=True):
         if n == 1 or s == 0:
             runs.append((0, 0))

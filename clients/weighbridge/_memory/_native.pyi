@@ -6,8 +6,9 @@ from numpy.typing import NDArray
 
 _Words: TypeAlias = NDArray[np.int64]
 
-# plans: as `weighbridge._memory.native_copies.Plan`; rows: as `weighbridge._memory.byte_rows.Rows`; words: bytes of a word; shards, memories, parts: address and bytes of each; encodings: itemsize, mask and
-# width of each, or empty; found: grows by the non-finite elements of each, or by the sum of its words; narrowed: from float32 to bfloat16
+# plans: as `weighbridge._memory.native_copies.Plan`; rows: as `weighbridge._memory.byte_rows.Rows`; words: bytes of a
+# word; shards, memories, parts: address and bytes of each; encodings: itemsize, mask and width of each, or empty;
+# found: grows by the non-finite elements of each, or by the sum of its words; narrowed: from float32 to bfloat16
 def copy(
     plans: Sequence[_Words],
     shards: _Words,

@@ -1,4 +1,6 @@
-"""Copies of rows of bytes, many in one call without the interpreter's lock: within host memory, or by a GPU's copy engines."""
+"""Copies of rows of bytes, many in one call without the interpreter's lock: within host memory, or by a GPU's copy
+engines.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from weighbridge._memory.native_copies import Region, copy_natively
 from weighbridge._memory.strided import ShardCopies
 
 Rows: TypeAlias = NDArray[np.int64]
-"""Copies of equally spaced rows, shape [n, 6]: address of the target's first row, pitch of its rows, address and pitch of the source's,
-bytes of a row, number of rows. The order is that of the arguments of ``cudaMemcpy2DAsync``."""
+"""Copies of equally spaced rows, shape [n, 6]: address of the target's first row, pitch of its rows, address and pitch
+of the source's, bytes of a row, number of rows. The order is that of the arguments of ``cudaMemcpy2DAsync``."""
 TARGET, TARGET_PITCH, SOURCE, SOURCE_PITCH, WIDTH, COUNT = range(6)
 
 _ALL_MEMORY = Region(0, 1 << 62)
@@ -54,9 +56,7 @@ def copy_rows(rows: Rows, threads: int) -> bool:
         Whether the rows were copied; False if there is no C extension.
     """
     n = len(rows)
-    plan = np.zeros(
-        (n, 10), np.int64
-    )  # see `native_copies.Plan`: two axes, addresses in the place of offsets
+    plan = np.zeros((n, 10), np.int64)  # see `native_copies.Plan`: two axes, addresses in the place of offsets
     plan[:, 1], plan[:, 2], plan[:, 3] = rows[:, SOURCE], rows[:, TARGET], 2
     plan[:, 4], plan[:, 5], plan[:, 6] = rows[:, COUNT], rows[:, SOURCE_PITCH], rows[:, TARGET_PITCH]
     plan[:, 7], plan[:, 8], plan[:, 9] = rows[:, WIDTH], 1, 1

@@ -1,7 +1,7 @@
 """Copies of tensors to mapped memory in another floating-point dtype.
 
-Elements are cast in contiguous rows, never one by one: torch would give a NaN other bits then, and a push compares samples of its tensors
-with the written bytes.
+Elements are cast in contiguous rows, never one by one: torch would give a NaN other bits then, and a push compares
+samples of its tensors with the written bytes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ def write_cast(
     encodings: Sequence[Encoding | None] = (),
     held_bytes: int = _HELD_BYTES,
 ) -> WrittenCounts:
-    """Cast shards into memory: shards in host memory while they are copied, others on their device before they are copied.
+    """Cast shards into memory: shards in host memory while they are copied, others on their device before they are
+    copied.
 
-    The extension narrows float32 to bfloat16, and knows whether what it has narrowed is finite. Shards that torch casts while copying are
-    not counted here: that would read all of them once more, and a caller that waits for the cast need not wait for the count.
+    The extension narrows float32 to bfloat16, and knows whether what it has narrowed is finite. Shards that torch casts
+    while copying are not counted here: that would read all of them once more, and a caller that waits for the cast need
+    not wait for the count.
 
     Args:
         shards: tensors on any device; the dtype that they are cast to; and the copies of the cast's bytes.
@@ -64,9 +66,7 @@ def write_cast(
             continue
         if _cast_on_the_way(shard, dtype, copies, memories):
             encoding = encodings[index] if encodings else None
-            found.uncounted.extend(
-                Uncounted(index, copy, encoding) for copy in copies if encoding is not None
-            )
+            found.uncounted.extend(Uncounted(index, copy, encoding) for copy in copies if encoding is not None)
             continue
         nbytes = shard.numel() * dtype.itemsize
         if held + nbytes > held_bytes:
@@ -83,7 +83,10 @@ def _narrow(
     shards: Sequence[tuple[torch.Tensor, torch.dtype, Sequence[ByteCopy[int]]]],
     memories: Sequence[MappedMemory],
 ) -> set[int]:
-    """Narrow shards of float32 in host memory to bfloat16, by the extension. Returns the indexes of those done, whose casts are all finite."""
+    """Narrow shards of float32 in host memory to bfloat16, by the extension.
+
+    Returns the indexes of those done, whose casts are all finite.
+    """
     import torch
 
     chosen = [
@@ -108,13 +111,9 @@ def _narrow(
     return {index for index, count in zip(chosen, found, strict=True) if not count}
 
 
-def _narrowed(
-    plans: Sequence[tuple[Region, Plan]], memories: Sequence[Region], threads: int
-) -> list[int] | None:
+def _narrowed(plans: Sequence[tuple[Region, Plan]], memories: Sequence[Region], threads: int) -> list[int] | None:
     encodings = [encoding_of(parse("bf16"))] * len(plans)
-    return copy_natively(
-        plans, memories, into_memory=True, threads=threads, encodings=encodings, narrowed=True
-    )
+    return copy_natively(plans, memories, into_memory=True, threads=threads, encodings=encodings, narrowed=True)
 
 
 @functools.cache
@@ -127,9 +126,7 @@ def _narrows_as_torch() -> bool:
     values = patterns[(patterns & 0x7FFF_FFFF) < 0x7F7F_8000].view(np.float32)
     found = np.zeros(2 * len(values), np.uint8)
     whole = ShardCopies([ByteCopy((len(found),), 0, (1,), 0, 0, (1,))]).packed
-    counts = _narrowed(
-        [(Region(values.ctypes.data, values.nbytes), whole)], [region_of(found, written=True)], 1
-    )
+    counts = _narrowed([(Region(values.ctypes.data, values.nbytes), whole)], [region_of(found, written=True)], 1)
     expected = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint8).numpy()
     return counts == [0] and np.array_equal(found, expected)
 

@@ -46,15 +46,11 @@ def steps_of(copy: ByteCopy[int]) -> Sequence[CopyStep] | None:
     pitches = (shard_pitch, memory_pitch)
     if rows > 1 and (width < _NARROWEST_ROW or min(pitches) < width or max(pitches) > _LARGEST_PITCH):
         return None
-    steps = tuple(
-        itertools.islice(_steps(copy, outer, (shard_pitch, memory_pitch, width, rows)), _MOST_STEPS + 1)
-    )
+    steps = tuple(itertools.islice(_steps(copy, outer, (shard_pitch, memory_pitch, width, rows)), _MOST_STEPS + 1))
     return steps if len(steps) <= _MOST_STEPS else None
 
 
-def _steps(
-    copy: ByteCopy[int], outer: tuple[int, ...], step: tuple[int, int, int, int]
-) -> Iterator[CopyStep]:
+def _steps(copy: ByteCopy[int], outer: tuple[int, ...], step: tuple[int, int, int, int]) -> Iterator[CopyStep]:
     shard_pitch, memory_pitch, width, rows = step
     for index in itertools.product(*map(range, outer)):
         in_shard = sum(i * stride for i, stride in zip(index, copy.stream_strides, strict=False))

@@ -43,14 +43,16 @@ def write_tensors(
     """Copy shards to memory: from host memory by as many threads as torch has, from GPUs by their copy engines.
 
     Args:
-        shards: tensors on any device, their elements in row-major order of their axes, not necessarily contiguous; and the copies of
-            their bytes.
+        shards: tensors on any device, their elements in row-major order of their axes, not necessarily contiguous; and
+            the copies of their bytes.
         memories: mapped for writing.
         encodings: encodings of the shards' elements; shards without one, or all if none is given, are not counted.
-        on_written: called with the indexes, in order, of shards that have just been copied, each once: for some 64 MB at a time.
+        on_written: called with the indexes, in order, of shards that have just been copied, each once: for some 64 MB
+            at a time.
 
     Returns:
-        For each shard the number of copied elements that are non-finite; an element that goes to two places counts twice.
+        For each shard the number of copied elements that are non-finite; an element that goes to two places counts
+        twice.
     """
     counts = TensorCounts()
     by_engine: list[_Copied] = []
@@ -142,8 +144,8 @@ def read_tensors(
 ) -> Generator[torch.Tensor, None, None]:
     """Fill shards, on any device, from memory, one after the other; each is complete when it is yielded.
 
-    Copy engines of GPUs are kept busy: `_AHEAD_BYTES` after a shard are submitted before the shard is waited for. So shards are taken
-    ahead of those that are yielded, except shards that share memory with one not yielded yet.
+    Copy engines of GPUs are kept busy: `_AHEAD_BYTES` after a shard are submitted before the shard is waited for. So
+    shards are taken ahead of those that are yielded, except shards that share memory with one not yielded yet.
 
     Args:
         shards: shards to fill, and the copies of their elements; bytes without a copy become zeros.
@@ -162,9 +164,7 @@ def read_tensors(
                 filled: torch.cuda.Event | None = None
                 if target.is_cuda and is_pinned(copies, memories):
                     if queue is None:
-                        queue = stack.enter_context(
-                            cuda_copies.CopyQueue([memory.address for memory in memories])
-                        )
+                        queue = stack.enter_context(cuda_copies.CopyQueue([memory.address for memory in memories]))
                     filled = queue.read(target, copies)
                 if filled is None:
                     yield from ahead.given(leave=0)
@@ -182,12 +182,16 @@ def fill_tensors(
     memories: Sequence[MappedMemory],
     queue: cuda_copies.CopyQueue | None = None,
 ) -> None:
-    """Fill shards, on any device, from memory; all are complete on return. Unlike `read_tensors`, this waits once, for all of them.
+    """Fill shards, on any device, from memory; all are complete on return.
+
+    Unlike `read_tensors`, this waits once, for all of them.
 
     Args:
-        shards: shards to fill, no two of which share memory, and the copies of their elements; bytes without a copy become zeros.
+        shards: shards to fill, no two of which share memory, and the copies of their elements; bytes without a copy
+            become zeros.
         memories: mapped for reading.
-        queue: queue of copies to GPUs from these memories. Copies in it are not waited for here; the queue tells when they are done.
+        queue: queue of copies to GPUs from these memories. Copies in it are not waited for here; the queue tells when
+            they are done.
     """
     rest: list[_Copied] = []
     replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -201,9 +205,7 @@ def fill_tensors(
                 target.zero_()
             if target.is_cuda and is_pinned(copies, memories):
                 if queue is None:
-                    queue = stack.enter_context(
-                        cuda_copies.CopyQueue([memory.address for memory in memories])
-                    )
+                    queue = stack.enter_context(cuda_copies.CopyQueue([memory.address for memory in memories]))
                 if queue.fill(target, copies, after_stream=zeroed):
                     continue
             rest.append(_Copied(0, target, copies, None))
@@ -254,7 +256,9 @@ class _Ahead:
         self._weight += asked.weight
 
     def given(self, *, leave: int) -> Iterator[torch.Tensor]:
-        """Yield shards as they are filled, in order, as long as at least ``leave`` bytes are submitted after the first one."""
+        """Yield shards as they are filled, in order, as long as at least ``leave`` bytes are submitted after the first
+        one.
+        """
         while self._asked and self._weight - self._asked[0].weight >= leave:
             first = self._asked.popleft()
             self._weight -= first.weight
@@ -293,7 +297,10 @@ def _copy_tensors(
     into_memory: bool,
     on_written: OnWritten | None = None,
 ) -> list[int]:
-    """Copy shards to memory or from it: shards in host memory by the extension, all others by torch. Returns the count of each."""
+    """Copy shards to memory or from it: shards in host memory by the extension, all others by torch.
+
+    Returns the count of each.
+    """
     import torch
 
     arrays = [memory.bytes for memory in memories]  # they also keep the mappings alive
@@ -310,8 +317,7 @@ def _copy_tensors(
         counts: Iterable[int] | None = None
         if len(batch) > 1 or all(has_bytes(each.shard) for each in batch):
             plans = [
-                (Region(each.shard.data_ptr(), each.shard.nbytes), ShardCopies.of(each.copies).packed)
-                for each in batch
+                (Region(each.shard.data_ptr(), each.shard.nbytes), ShardCopies.of(each.copies).packed) for each in batch
             ]
             counts = copy_natively(
                 plans,
@@ -322,8 +328,7 @@ def _copy_tensors(
             )
         if counts is None:
             counts = [
-                _copy_by_torch(each, each.shard.detach().view(-1), memories, into_memory=into_memory)
-                for each in batch
+                _copy_by_torch(each, each.shard.detach().view(-1), memories, into_memory=into_memory) for each in batch
             ]
         found |= zip((each.number for each in batch), counts, strict=True)
         if on_written is not None and batch:
@@ -349,9 +354,7 @@ def _nbytes_of(copied: _Copied) -> int:
     return copied.shard.nbytes
 
 
-def _copy_by_torch(
-    copied: _Copied, flat: torch.Tensor, memories: Sequence[MappedMemory], *, into_memory: bool
-) -> int:
+def _copy_by_torch(copied: _Copied, flat: torch.Tensor, memories: Sequence[MappedMemory], *, into_memory: bool) -> int:
     """Copy a shard with these elements. Returns the number of non-finite ones."""
     for copy in copied.copies:
         ours, theirs = _views(copy, flat, memories[copy.file].tensor)
@@ -386,9 +389,7 @@ def _try_to_pin(memory: MappedMemory) -> bool:
     return memory.pinned
 
 
-def _views(
-    copy: ByteCopy[int], flat: torch.Tensor, memory: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _views(copy: ByteCopy[int], flat: torch.Tensor, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The two sides of a copy: as elements of the shard's dtype if it consists of whole ones, as bytes otherwise."""
     import torch
 
@@ -399,7 +400,8 @@ def _views(
 def typed_views(
     copy: ByteCopy[int], flat: torch.Tensor, memory: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The two sides of a copy: the shard's own elements, and those of a dtype in memory; None if the copy or an offset splits an element.
+    """The two sides of a copy: the shard's own elements, and those of a dtype in memory; None if the copy or an offset
+    splits an element.
 
     Args:
         copy: copy in bytes of the dtype on both sides.

@@ -1,8 +1,9 @@
 """Copies between GPUs and memory that is shared with the service, by the GPUs' copy engines.
 
-Such memory has to be registered with CUDA once in each process. ``cudaMemcpy2DAsync`` copies spaced rows as fast as adjacent ones; torch
-does not use it: its own strided copies go through kernels and pageable buffers. Torch and the runtime are loaded only if a tensor is on a
-GPU. (https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html)
+Such memory has to be registered with CUDA once in each process. ``cudaMemcpy2DAsync`` copies spaced rows as fast as
+adjacent ones; torch does not use it: its own strided copies go through kernels and pageable buffers. Torch and the
+runtime are loaded only if a tensor is on a GPU.
+(https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html)
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class _Attributes(ctypes.Structure):
 
 
 def register(address: int, nbytes: int, *, read_only: bool) -> Callable[[], None]:
-    """Register memory, so that GPUs can copy from and to it. Returns the function that ends this, to be called before the memory is unmapped.
+    """Register memory, so that GPUs can copy from and to it.
+
+    Returns the function that ends this, to be called before the memory is unmapped.
 
     Args:
         address: address of its first byte.
@@ -98,7 +101,8 @@ class Reached:
 class CopyQueue:
     """Copies that are submitted one after the other, on any number of GPUs, and are all done when the context ends.
 
-    They wait for the work that the current streams have so far; later work of these streams waits for them only after `precede`.
+    They wait for the work that the current streams have so far; later work of these streams waits for them only after
+    `precede`.
 
     Args:
         addresses: address of each memory's first byte; memories that are used must be registered.
@@ -109,9 +113,7 @@ class CopyQueue:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._kept: list[torch.Tensor] = []
 
-    def write(
-        self, flat: torch.Tensor, copies: Sequence[ByteCopy[int]], *, after_stream: bool = True
-    ) -> bool:
+    def write(self, flat: torch.Tensor, copies: Sequence[ByteCopy[int]], *, after_stream: bool = True) -> bool:
         """Copy a shard from its GPU to memory. Returns False, with nothing done, if the copy engine cannot.
 
         Args:
@@ -169,7 +171,9 @@ class CopyQueue:
         return Reached([stream.record_event() for stream in self._streams.values()])
 
     def precede(self, device: torch.device) -> None:
-        """Let later work of the device's current stream wait for the copies so far, so that shards may be overwritten or freed there."""
+        """Let later work of the device's current stream wait for the copies so far, so that shards may be overwritten
+        or freed there.
+        """
         import torch
 
         torch.cuda.current_stream(device).wait_stream(self._streams[device])
@@ -183,9 +187,7 @@ class CopyQueue:
 
     def close(self) -> None:
         """Wait for all copies."""
-        with (
-            ExitStack() as all_of_them
-        ):  # even if one fails: callers must not assume that the others are done
+        with ExitStack() as all_of_them:  # even if one fails: callers must not assume that the others are done
             for stream in self._streams.values():
                 all_of_them.callback(stream.synchronize)
         self._kept.clear()

@@ -1,7 +1,7 @@
 """Reads of a file by pread: of strided bytes into memory, and of files that must not change while they are read.
 
-Where a page of a mapping cannot be read, because the disk reports an error or the file is truncated, SIGBUS ends the process. A failed
-pread raises an error in the call that requested the bytes.
+Where a page of a mapping cannot be read, because the disk reports an error or the file is truncated, SIGBUS ends the
+process. A failed pread raises an error in the call that requested the bytes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ Took = Callable[[int, Bytes], None]
 STEP_BYTES = 4 << 20
 """Bytes of one call: few enough to stay in the processor's cache for their next use."""
 _MOST_READ = 4
-"""A strided part of a file is read as one run, and its bytes are picked out in memory, if the run has at most so many times its bytes;"""
+"""A strided part of a file is read as one run, and its bytes are picked out in memory, if the run has at most so many
+times its bytes;
+"""
 _SHORT_GAP = 32 << 10
-"""or if its gaps are no longer than this: a further call takes as long as reading so much, and slices of columns need one for each row."""
+"""or if its gaps are no longer than this: a further call takes as long as reading so much, and slices of columns need
+one for each row.
+"""
 
 
 def _nothing(_offset: int, _run: Bytes) -> None:
     """Ignore the runs."""
 
 
-def read_into(
-    descriptor: int, target: Bytes, offset: int, strides: tuple[int, ...], took: Took = _nothing
-) -> None:
+def read_into(descriptor: int, target: Bytes, offset: int, strides: tuple[int, ...], took: Took = _nothing) -> None:
     """Fill an array with bytes of a file.
 
     Args:

@@ -39,7 +39,10 @@ class Use(Enum):
     READ = (mmap.MAP_SHARED, mmap.PROT_READ)
     """The memory is only copied from."""
     VIEW = (mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
-    """Arrays over the memory are handed out. A write to one changes a private copy of the page, which no other process sees."""
+    """Arrays over the memory are handed out.
+
+    A write to one changes a private copy of the page, which no other process sees.
+    """
 
 
 class MappedMemory:
@@ -70,9 +73,7 @@ class MappedMemory:
                 if use is Use.WRITE:
                     advise(self.address, nbytes, DO_NOT_FORK)
         except (OSError, ValueError) as error:
-            raise ResourceExhausted(
-                f"{nbytes} bytes of the service's memory cannot be mapped: {error}"
-            ) from error
+            raise ResourceExhausted(f"{nbytes} bytes of the service's memory cannot be mapped: {error}") from error
 
     @cached_property
     def bytes(self) -> NDArray[np.uint8]:
@@ -144,13 +145,16 @@ class MappedMemory:
             self._unpin.detach()
             self._unpin = None
         if self._use is Use.WRITE:
-            # it does not exist here: undoing it, by the end of the process at the latest, would undo a later mapping at the same address
+            # it does not exist here: undoing it, by the end of the process at the latest, would undo a later mapping at
+            # the same address
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.__dict__.pop("_map")))
         else:
             self.close()
 
     def close(self) -> None:
-        """Undo the mapping: now if no array, tensor or exported object over it is left, otherwise with the last of them."""
+        """Undo the mapping: now if no array, tensor or exported object over it is left, otherwise with the last of
+        them.
+        """
         if self._unpin is not None:
             self._unpin()
         self.__dict__.pop("bytes", None)
@@ -182,6 +186,4 @@ def _let_go_in_child() -> None:
             memory.abandon()
 
 
-os.register_at_fork(
-    before=_mapping.acquire, after_in_parent=_mapping.release, after_in_child=_let_go_in_child
-)
+os.register_at_fork(before=_mapping.acquire, after_in_parent=_mapping.release, after_in_child=_let_go_in_child)

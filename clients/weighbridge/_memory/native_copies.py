@@ -1,7 +1,8 @@
 """Strided copies within host memory by the C extension, a whole plan in one call without the interpreter's lock.
 
-torch takes some microseconds for each copy, and reads the target's cache lines before it writes them; the extension writes past the
-caches. It counts non-finite elements while they are in registers. Without it, torch and numpy do the same.
+torch takes some microseconds for each copy, and reads the target's cache lines before it writes them; the extension
+writes past the caches. It counts non-finite elements while they are in registers. Without it, torch and numpy do the
+same.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from weighbridge._core.nonfinite import Encoding
 log = logging.getLogger(__name__)
 
 Plan = NDArray[np.int64]
-"""Copies of one shard, packed: for each its memory, offset there, offset in the shard, number of axes, and for each axis the extent,
-the stride in memory and the stride in the shard."""
+"""Copies of one shard, packed: for each its memory, offset there, offset in the shard, number of axes, and for each
+axis the extent, the stride in memory and the stride in the shard."""
 
 
 class Region(NamedTuple):
@@ -53,7 +54,8 @@ def copy_natively(
 ) -> list[int] | None:
     """Carry out the plans of some shards; None, with nothing done, if there is no extension.
 
-    Every bound is checked before the first byte is copied. Bytes that several copies write have the value of any of them.
+    Every bound is checked before the first byte is copied. Bytes that several copies write have the value of any of
+    them.
 
     Args:
         shards: region and plan of each.
@@ -61,15 +63,17 @@ def copy_natively(
         into_memory: whether to copy from shards to memories, and not the other way.
         threads: most threads that share the work.
         encodings: encodings of the shards' elements; shards without one, or all if none is given, are not counted.
-        narrowed: whether shards of float32 are rounded to bfloat16, to the nearest, ties to even, while they are copied into memory. Plans
-            and encodings are for bfloat16.
+        narrowed: whether shards of float32 are rounded to bfloat16, to the nearest, ties to even, while they are copied
+            into memory. Plans and encodings are for bfloat16.
 
     Returns:
-        For each shard the number of copied elements that are non-finite; an element that goes to two places counts twice. If narrowed, above
-        0 for a shard with elements that are NaN or become infinite, which must be cast by other means.
+        For each shard the number of copied elements that are non-finite; an element that goes to two places counts
+        twice. If narrowed, above 0 for a shard with elements that are NaN or become infinite, which must be cast by
+        other means.
 
     Raises:
-        ValueError: a plan is malformed or exceeds a region, a copy's two sides overlap, or it splits an element that is counted.
+        ValueError: a plan is malformed or exceeds a region, a copy's two sides overlap, or it splits an element that is
+            counted.
     """
     native = _extension()
     if native is None:

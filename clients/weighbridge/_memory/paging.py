@@ -38,8 +38,8 @@ def advise(address: int, nbytes: int, advice: int) -> None:
     Args:
         address: address of the first byte; the beginning of a page.
         nbytes: number of bytes.
-        advice: `POPULATE_WRITE` also allocates missing pages, `POPULATE_READ` only enters those of a file. `COLLAPSE` makes huge pages where
-            at least one small page exists.
+        advice: `POPULATE_WRITE` also allocates missing pages, `POPULATE_READ` only enters those of a file. `COLLAPSE`
+            makes huge pages where at least one small page exists.
 
     Raises:
         OSError: the kernel is too old, or there is not enough memory.
@@ -50,7 +50,9 @@ def advise(address: int, nbytes: int, advice: int) -> None:
 
 
 def prefer_huge_pages(address: int, nbytes: int) -> None:
-    """Let memory that was not accessed yet be allocated in huge pages, where whole ones fit: its first access takes half the time then."""
+    """Let memory that was not accessed yet be allocated in huge pages, where whole ones fit: its first access takes
+    half the time then.
+    """
     first = -(-address // HUGE_PAGE) * HUGE_PAGE
     pages = (address + nbytes - first) // HUGE_PAGE
     if pages > 0:
@@ -68,7 +70,8 @@ def map_aligned(descriptor: int, nbytes: int, flags: int, protection: int) -> tu
         protection: as in mmap(2).
 
     Returns:
-        A larger mapping that contains the file, and the offset of the file's first byte in it. All of it is unmapped together.
+        A larger mapping that contains the file, and the offset of the file's first byte in it. All of it is unmapped
+        together.
 
     Raises:
         OSError, ValueError: it cannot be mapped.

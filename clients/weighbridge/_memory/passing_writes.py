@@ -1,8 +1,8 @@
 """Copies to mapped memory of tensors that exist only for a moment.
 
-A tensor in host memory has been copied when `PassingWriter.write` returns. The copy of a tensor on a GPU is not waited for on the host:
-later work of its device's current stream waits for it, so that the tensor may be overwritten or freed in stream order, as torch does. So
-copy engines stay busy from one tensor to the next.
+A tensor in host memory has been copied when `PassingWriter.write` returns. The copy of a tensor on a GPU is not waited
+for on the host: later work of its device's current stream waits for it, so that the tensor may be overwritten or freed
+in stream order, as torch does. So copy engines stay busy from one tensor to the next.
 """
 
 from __future__ import annotations

@@ -40,7 +40,10 @@ class ShardCopies(tuple[ByteCopy[int], ...]):
 
     @cached_property
     def steps(self) -> Sequence[Sequence[CopyStep]] | None:
-        """Steps of each copy for a GPU's copy engine; None if that would be slow or impossible for one of them. Cached."""
+        """Steps of each copy for a GPU's copy engine; None if that would be slow or impossible for one of them.
+
+        Cached.
+        """
         found = [steps for copy in self if (steps := steps_of(copy)) is not None]
         return found if len(found) == len(self) else None
 
@@ -145,7 +148,9 @@ def count_written(written: Sequence[Uncounted], memory: Bytes, threads: int = 1)
 
 
 def _parts(copy: ByteCopy[int], address: int) -> NDArray[np.int64]:
-    """Address and length of the runs of bytes that a copy has written to the memory at an address, cut to `_PART`; shape [n, 2]."""
+    """Address and length of the runs of bytes that a copy has written to the memory at an address, cut to `_PART`;
+    shape [n, 2].
+    """
     *rows, width = copy.extent
     start = address + copy.file_offset
     cuts = [(start + cut, min(width - cut, _PART)) for cut in range(0, width, _PART)]

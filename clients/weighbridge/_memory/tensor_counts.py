@@ -1,7 +1,8 @@
 """Counts of non-finite elements of tensors on their own device, by torch.
 
-One reduction of each tensor shows whether all of its elements are finite, which they nearly always are. The host does not wait until the
-counts are requested, and no temporary of a tensor's size is made. Only tensors with non-finite elements are counted.
+One reduction of each tensor shows whether all of its elements are finite, which they nearly always are. The host does
+not wait until the counts are requested, and no temporary of a tensor's size is made. Only tensors with non-finite
+elements are counted.
 """
 
 from __future__ import annotations
@@ -35,9 +36,7 @@ class Screen:
     def __init__(self) -> None:
         self._screened: list[_Screened] = []
 
-    def add(
-        self, index: int, flat: torch.Tensor, copies: Sequence[ByteCopy[int]], encoding: Encoding | None
-    ) -> None:
+    def add(self, index: int, flat: torch.Tensor, copies: Sequence[ByteCopy[int]], encoding: Encoding | None) -> None:
         """Begin to reduce, on the current stream of the tensor's device; arguments as for `TensorCounts.add`."""
         if encoding is not None and flat.numel():
             self._screened.append(_screened(index, flat, copies, encoding))
@@ -49,7 +48,9 @@ class Screen:
 
 
 class TensorCounts:
-    """Counts of non-finite elements that copies take out of tensors. Added tensors must not change until `take` returns.
+    """Counts of non-finite elements that copies take out of tensors.
+
+    Added tensors must not change until `take` returns.
 
     Args:
         at_once: most patterns that are counted at a time.
@@ -61,9 +62,7 @@ class TensorCounts:
         self._waiting: list[_Added] = []
         self._norms: list[tuple[list[_Added], torch.Tensor]] = []
 
-    def add(
-        self, index: int, flat: torch.Tensor, copies: Sequence[ByteCopy[int]], encoding: Encoding | None
-    ) -> None:
+    def add(self, index: int, flat: torch.Tensor, copies: Sequence[ByteCopy[int]], encoding: Encoding | None) -> None:
         """Begin to count, on the current stream of the tensor's device.
 
         Args:
@@ -80,7 +79,9 @@ class TensorCounts:
             self._added[_screened(index, flat, copies, encoding)] = flat
 
     def begin(self) -> None:
-        """Reduce the tensors added so far that can be reduced many at a time, on the current streams of their devices."""
+        """Reduce the tensors added so far that can be reduced many at a time, on the current streams of their
+        devices.
+        """
         import torch
 
         alike: dict[object, list[_Added]] = defaultdict(list)
@@ -116,8 +117,8 @@ class _Added(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Screened:
-    """A tensor's extremes, and the arguments to count it. The extremes are the smallest and the largest element, which are NaN if any element is;
-    for bytes, the largest signed and unsigned one."""
+    """A tensor's extremes, and the arguments to count it. The extremes are the smallest and the largest element, which
+    are NaN if any element is; for bytes, the largest signed and unsigned one."""
 
     index: int
     copies: Sequence[ByteCopy[int]]
@@ -136,7 +137,9 @@ def _count_all(flat: torch.Tensor, copies: Sequence[ByteCopy[int]], encoding: En
 
 @functools.cache
 def _reduces_many(device: torch.device) -> bool:
-    """Whether torch can reduce many tensors of a device at a time, which takes a GPU as long as one, and detects NaN and infinities."""
+    """Whether torch can reduce many tensors of a device at a time, which takes a GPU as long as one, and detects NaN
+    and infinities.
+    """
     import torch
 
     if device.type != "cuda":
@@ -149,9 +152,7 @@ def _reduces_many(device: torch.device) -> bool:
     return [math.isfinite(each) for each in found] == [False, False, True]
 
 
-def _screened(
-    index: int, flat: torch.Tensor, copies: Sequence[ByteCopy[int]], encoding: Encoding
-) -> _Screened:
+def _screened(index: int, flat: torch.Tensor, copies: Sequence[ByteCopy[int]], encoding: Encoding) -> _Screened:
     return _Screened(index, copies, encoding, _extremes(_bits(flat), encoding))
 
 
@@ -181,9 +182,7 @@ def _not_cleared(screened: Iterable[_Screened]) -> Iterable[_Screened]:
         alike[each.extremes.device, each.extremes.dtype].append(each)
     for group in alike.values():
         extremes = torch.stack([each.extremes for each in group]).tolist()
-        yield from (
-            each for each, found in zip(group, extremes, strict=True) if not _cleared(found, each.encoding)
-        )
+        yield from (each for each, found in zip(group, extremes, strict=True) if not _cleared(found, each.encoding))
 
 
 def _cleared(extremes: Sequence[float], encoding: Encoding) -> bool:
@@ -209,9 +208,7 @@ def _count(patterns: torch.Tensor, encoding: Encoding, at_once: int) -> int:
         if len(patterns) == 1:
             return _count(patterns[0], encoding, at_once)
         step = _rows_at_once(patterns, encoding, at_once)
-        return sum(
-            _count(patterns[at : at + step], encoding, at_once) for at in range(0, len(patterns), step)
-        )
+        return sum(_count(patterns[at : at + step], encoding, at_once) for at in range(0, len(patterns), step))
     nonfinite = (patterns & encoding.mask) == encoding.mask
     if encoding.width > 1:
         nonfinite = nonfinite.view(*nonfinite.shape[:-1], -1, encoding.width).any(-1)

@@ -1,7 +1,7 @@
 """Sums of the words of tensors, to compare a copy with its source, on whatever devices the two are.
 
-A sum distinguishes bytes of another version, or half-written ones, from the right ones (two in 2**64 agree by chance). It does not detect
-elements that have changed places.
+A sum distinguishes bytes of another version, or half-written ones, from the right ones (two in 2**64 agree by chance).
+It does not detect elements that have changed places.
 """
 
 from __future__ import annotations

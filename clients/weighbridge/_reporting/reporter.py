@@ -1,4 +1,6 @@
-"""Reporter of an engine: reports the engine's served version to the service from a separate thread, for which updates do not wait."""
+"""Reporter of an engine: reports the engine's served version to the service from a separate thread, for which updates
+do not wait.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,9 @@ _HERE = {"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"}  # noqa: S104  # no a
 class EngineReporter:
     """Reports an engine's state: at once when it has changed, and every few seconds. Thread-safe.
 
-    A change only acquires a lock. An unreachable service receives the report when it is reachable again. The service lists the engine
-    (`Client.engines`), and retains the versions that it serves. Any identity that may pull the model may report.
+    A change only acquires a lock. An unreachable service receives the report when it is reachable again. The service
+    lists the engine (`Client.engines`), and retains the versions that it serves. Any identity that may pull the model
+    may report.
 
     Args:
         client: client of the service; the reporter makes its own connection with its address and credentials.
@@ -49,7 +52,8 @@ class EngineReporter:
         address: URL of the engine.
         ref: ref that it follows; empty if it follows none.
         version: number of the version that it serves; 0 if none.
-        listener: called with the engine's status, in the reporter's thread: before and after each report, and so at once.
+        listener: called with the engine's status, in the reporter's thread: before and after each report, and so at
+            once.
         delay: seconds before the first report; if the reporter is stopped before, nothing is reported.
     """
 
@@ -100,7 +104,8 @@ class EngineReporter:
 
         Args:
             updated_s: when the update in the changes ended, by `time.monotonic`; by default now.
-            changes: fields of the engine by name: ``version``, ``target``, ``state``, ``error``, and ``update_version`` with others of an update.
+            changes: fields of the engine by name: ``version``, ``target``, ``state``, ``error``, and ``update_version``
+                with others of an update.
         """
         for text in changes.keys() & {"error", "proof_error"}:
             changes[text] = shortened(changes[text], _LONGEST_ERROR)
@@ -191,7 +196,9 @@ class EngineReporter:
 
 
 def address_from_elsewhere(url: str, host: str) -> str:
-    """A server's URL for other machines: without credentials, path and query, and with this machine's name in place of a local address."""
+    """A server's URL for other machines: without credentials, path and query, and with this machine's name in place of
+    a local address.
+    """
     parts = urlsplit(url)
     try:
         name, port = parts.hostname or "", parts.port

@@ -1,7 +1,8 @@
 """Signatures of versions in the format of OpenSSF model signing: statement, signer, and check against trusted keys.
 
-May import: `_clients`, `_core` and folders below. The packages of the extra `signing` (model-signing, cryptography) are imported when a version
-is signed or checked; `statement` and `bundle` need none of them, and the service uses these two as well.
+May import: `_clients`, `_core` and folders below. The packages of the extra `signing` (model-signing, cryptography) are
+imported when a version is signed or checked; `statement` and `bundle` need none of them, and the service uses these two
+as well.
 
 - `signatures`: signatures beside a client.
 - `steps`: signing and checking of a version as steps without I/O.

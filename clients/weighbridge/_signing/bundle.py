@@ -1,4 +1,5 @@
-"""Reader of a signature: a Sigstore bundle around an in-toto statement, as model-signing writes it for keys and certificates.
+"""Reader of a signature: a Sigstore bundle around an in-toto statement, as model-signing writes it for keys and
+certificates.
 
 Nothing is verified here: the bundle is parsed, and its signature is not checked.
 """
@@ -32,7 +33,8 @@ class Bundle:
 
     Attributes:
         content: its text.
-        signer: identifier of its key: SHA-256 of the public key's PEM text, as 64 hex digits; for a certificate, the certificate's SHA-256.
+        signer: identifier of its key: SHA-256 of the public key's PEM text, as 64 hex digits; for a certificate, the
+            certificate's SHA-256.
         certificates: the signer's certificate and its chain, as DER; empty if a key has signed.
         statement: the signed statement.
     """
@@ -64,9 +66,7 @@ class Bundle:
             signer, certificates = _signer(material)
             return Bundle(content, signer, certificates, Statement.read(payload))
         except InvalidArgument as error:
-            raise InvalidArgument(
-                f"this is not a signature of a version: {error.message}", fix=error.fix
-            ) from error
+            raise InvalidArgument(f"this is not a signature of a version: {error.message}", fix=error.fix) from error
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise InvalidArgument(
                 f"this is not a signature of a version: {error!r}"[:300],
@@ -90,8 +90,8 @@ class Bundle:
 
 
 def signed_by(content: bytes) -> tuple[str, str]:
-    """`Bundle.method` and `Bundle.signer` of a stored signature; `UNKNOWN` and an empty text for one that is not recognised: a later release,
-    or any writer of the store, may have put it there.
+    """`Bundle.method` and `Bundle.signer` of a stored signature; `UNKNOWN` and an empty text for one that is not
+    recognised: a later release, or any writer of the store, may have put it there.
     """
     try:
         bundle = Bundle.read(content)

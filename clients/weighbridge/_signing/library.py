@@ -35,9 +35,7 @@ class _Known(hashing.Config):
             }
         )
         items = [
-            manifest.FileManifestItem(
-                path=PurePosixPath(name), digest=Digest("sha256", bytes.fromhex(digest))
-            )
+            manifest.FileManifestItem(path=PurePosixPath(name), digest=Digest("sha256", bytes.fromhex(digest)))
             for name, digest in self._statement.sha256.items()
         ]
         return manifest.Manifest(self._statement.subject, items, kind)
@@ -57,9 +55,7 @@ def sign(statement: Statement, key: bytes, certificates: tuple[bytes, ...]) -> b
             # the library requires a chain; the key's own certificate adds nothing to it, and does no harm
             others = certificates[1:] or certificates[:1]
             with in_memory(certificates[0]) as own, in_memory(b"".join(others)) as chain:
-                config.use_certificate_signer(
-                    private_key=key_file, signing_certificate=own, certificate_chain=[chain]
-                )
+                config.use_certificate_signer(private_key=key_file, signing_certificate=own, certificate_chain=[chain])
         else:
             config.use_elliptic_key_signer(private_key=key_file)
         config.sign(Path(statement.subject), out)

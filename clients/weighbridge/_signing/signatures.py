@@ -39,8 +39,8 @@ class Signatures:
     def sign(self, model: str, version: str | int | None = None, *, signer: Signer) -> Signing:
         """Sign a version: its files, and its manifest, which includes its origin. Repeating it is harmless.
 
-        The private key stays in this process. If the manifest lacks the SHA-256 of files, the service reads all files once, and compares
-        them with the manifest.
+        The private key stays in this process. If the manifest lacks the SHA-256 of files, the service reads all files
+        once, and compares them with the manifest.
 
         Args:
             model: the model.
@@ -56,7 +56,8 @@ class Signatures:
         return self._connection.run(steps.sign(model, version, signer))
 
     def add(self, model: str, version: str | int | None = None, *, content: bytes) -> Signing:
-        """Add a signature that was made elsewhere to a version, as by ``model_signing sign pkcs11-key`` in the folder of a download.
+        """Add a signature that was made elsewhere to a version, as by ``model_signing sign pkcs11-key`` in the folder
+        of a download.
 
         Raises:
             InvalidArgument: it is no signature, or not about this version.
@@ -64,11 +65,9 @@ class Signatures:
         """
         return self._connection.run(steps.add_signature(model, version, content))
 
-    def check(
-        self, model: str, version: str | int | None = None, *, required: Sequence[Trusted]
-    ) -> tuple[Signed, ...]:
-        """Check that a version is signed by all that are required. The signatures are bound to this version by its manifest. Its weights are
-        not read.
+    def check(self, model: str, version: str | int | None = None, *, required: Sequence[Trusted]) -> tuple[Signed, ...]:
+        """Check that a version is signed by all that are required. The signatures are bound to this version by its
+        manifest. Its weights are not read.
 
         Args:
             model: the model.
@@ -79,7 +78,8 @@ class Signatures:
             For each of these, a signature that satisfies it.
 
         Raises:
-            FailedPrecondition: one is not satisfied; ``details`` gives the reason for each signature. Or the version is not durable.
+            FailedPrecondition: one is not satisfied; ``details`` gives the reason for each signature. Or the version is
+                not durable.
             NotFound: no such model or version.
             DataLoss: the service returned another version's manifest.
         """
@@ -88,5 +88,7 @@ class Signatures:
     def verify(
         self, model: str, version: str | int | None = None, *, required: Sequence[Trusted]
     ) -> tuple[Verification, tuple[Signed, ...]]:
-        """As `check`, and let the service compare the version's files with the signed digests, as `Client.verify` does with the manifest."""
+        """As `check`, and let the service compare the version's files with the signed digests, as `Client.verify` does
+        with the manifest.
+        """
         return self._connection.run(steps.verify_signed(model, version, required))

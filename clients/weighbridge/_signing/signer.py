@@ -35,7 +35,8 @@ class Signer:
     Args:
         key: file of a private key (PEM) on the curve P-256, P-384 or P-521.
         password: password of the key, if it is encrypted.
-        certificate: file of the key's certificate (PEM), which may also contain its chain; None to sign with the key alone.
+        certificate: file of the key's certificate (PEM), which may also contain its chain; None to sign with the key
+            alone.
         chain: files of further certificates of the chain.
 
     Raises:

@@ -1,8 +1,8 @@
 """Statement of a signature: the SHA-256 of each file of a version's folder, the manifest among them.
 
-The manifest has the root of each file's digest tree and the version's origin, so these are signed too. Block digests are not listed: the
-roots are digests of them. Format: predicate ``https://model_signing/signature/v1.0`` of in-toto statements, as model-signing 1.1 writes it
-for whole files.
+The manifest has the root of each file's digest tree and the version's origin, so these are signed too. Block digests
+are not listed: the roots are digests of them. Format: predicate ``https://model_signing/signature/v1.0`` of in-toto
+statements, as model-signing 1.1 writes it for whole files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://model_signing/signature/v1.0"
 
 _PASSED_OVER = (SIGNATURES_FOLDER, ".cache", ".git", ".gitattributes", ".github", ".gitignore")
-"""Names that verifiers ignore, besides block digests: files that no loader reads, and files that downloads leave in a folder."""
+"""Names that verifiers ignore, besides block digests: files that no loader reads, and files that downloads leave in a
+folder.
+"""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NAMED = 8
 
@@ -82,15 +84,11 @@ class Statement:
             sha256 = {str(each["name"]): str(each["digest"]) for each in resources}
             if len(sha256) != len(resources) or not all(map(_SHA256.fullmatch, sha256.values())):
                 raise InvalidArgument("it names a file twice, or without a SHA-256")
-            if not all(
-                map(str.isprintable, (str(subject["name"]), *sha256))
-            ):  # they go to logs and terminals
+            if not all(map(str.isprintable, (str(subject["name"]), *sha256))):  # they go to logs and terminals
                 raise InvalidArgument("it contains a name that cannot be printed")
             if {each["algorithm"] for each in resources} - {"sha256"}:
                 raise InvalidArgument("it names files by digests other than SHA-256")
-            statement = Statement(
-                str(subject["name"]), sha256, tuple(map(str, serialization.get("ignore_paths", ())))
-            )
+            statement = Statement(str(subject["name"]), sha256, tuple(map(str, serialization.get("ignore_paths", ()))))
             said = subject["digest"]["sha256"]
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise InvalidArgument(f"it is not a statement of model signing: {error!r}"[:300]) from error
@@ -107,7 +105,8 @@ class Statement:
     def contradictions(self, manifest: ManifestText) -> list[str]:
         """Differences between the statement and a version; empty if the statement is about the version.
 
-        A file without SHA-256 in the manifest is compared by name: the manifest, whose digest is signed, has another digest of it.
+        A file without SHA-256 in the manifest is compared by name: the manifest, whose digest is signed, has another
+        digest of it.
         """
         if self.sha256.get(MANIFEST_FILE) != manifest.sha256:
             about = f": it is about {self.subject[:200]}" if self.subject != manifest.title else ""
@@ -127,11 +126,7 @@ class Statement:
         ]
         return [
             *([f"it does not list {_some(wanted - listed)}"] if wanted - listed else []),
-            *(
-                [f"it lists {_some(listed - wanted)}, which the version does not have"]
-                if listed - wanted
-                else []
-            ),
+            *([f"it lists {_some(listed - wanted)}, which the version does not have"] if listed - wanted else []),
             *([f"it has a different SHA-256 of {_some(other)}"] if other else []),
             *([f"it ignores {_some(hidden)}"] if hidden else []),
         ]

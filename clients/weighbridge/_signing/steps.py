@@ -69,9 +69,7 @@ def add_signature(model: str, version: str | int | None, content: bytes) -> Step
     return _signing(manifest, bundle, added=True)
 
 
-def check_signed(
-    model: str, version: str | int | None, required: Sequence[Trusted]
-) -> Steps[tuple[Signed, ...]]:
+def check_signed(model: str, version: str | int | None, required: Sequence[Trusted]) -> Steps[tuple[Signed, ...]]:
     """Check a version's signatures against the requirements. Returns the signatures that satisfy them."""
     _, _, signed = yield from _compared(model, version, required)
     return signed
@@ -93,11 +91,11 @@ def _compared(
 def verify_signed(
     model: str, version: str | int | None, required: Sequence[Trusted]
 ) -> Steps[tuple[Verification, tuple[Signed, ...]]]:
-    """As `check_signed`, and let the service compare all files with the manifest, and their SHA-256 with the signed ones."""
+    """As `check_signed`, and let the service compare all files with the manifest, and their SHA-256 with the signed
+    ones.
+    """
     manifest, signatures, signed = yield from _compared(model, version, required)
-    verified = yield from ask(
-        table.VERIFY_VERSION, model=manifest.model, version=str(manifest.number), sha256=True
-    )
+    verified = yield from ask(table.VERIFY_VERSION, model=manifest.model, version=str(manifest.number), sha256=True)
     contents = {each.id: each.content for each in signatures}
     statements = [(each.by, Bundle.read(contents[each.id]).statement) for each in signed]
     problems = [
@@ -113,7 +111,9 @@ def verify_signed(
 
 
 def sign(model: str, version: str | int | None, signer: Signer) -> Steps[Signing]:
-    """Sign a version, unless the signer has: by the digests in its manifest, and for files without SHA-256, by digests from the service."""
+    """Sign a version, unless the signer has: by the digests in its manifest, and for files without SHA-256, by digests
+    from the service.
+    """
     meant = Reference.of(model, version, REF_LATEST)
     number, signatures = yield from get_signatures(meant.model, meant.version)
     manifest = yield from get_manifest(meant.model, number)
@@ -124,9 +124,7 @@ def sign(model: str, version: str | int | None, signer: Signer) -> Steps[Signing
     made: Mapping[str, str] = {}
     nbytes = 0
     if not all(file.sha256 for file in manifest.files.values()):
-        verified = yield from ask(
-            table.VERIFY_VERSION, model=manifest.model, version=str(number), sha256=True
-        )
+        verified = yield from ask(table.VERIFY_VERSION, model=manifest.model, version=str(number), sha256=True)
         if verified.problems:
             raise DataLoss(
                 f"{manifest.title} is damaged, and was not signed",

@@ -72,16 +72,12 @@ class Trusted:
                     continue
                 key = serialization.load_pem_public_key(text)
             except (ValueError, UnsupportedAlgorithm) as error:
-                raise InvalidArgument(
-                    f"{name} holds a {kind.lower()} that cannot be read: {error}"
-                ) from error
+                raise InvalidArgument(f"{name} holds a {kind.lower()} that cannot be read: {error}") from error
             if not is_supported(key):
                 raise InvalidArgument(
                     f"{name} holds {kind_of(key)}, not one on P-256, P-384 or P-521, with which versions are signed"
                 )
-            text = key.public_bytes(
-                serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-            )
+            text = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
             keys[key_id(text)] = text
         if not keys and not authorities:
             raise InvalidArgument(
@@ -101,9 +97,7 @@ def check(trusted: Trusted, bundle: Bundle) -> str:
         return _check_certificate(trusted, bundle)
     key = trusted.keys.get(bundle.signer)
     if key is None:
-        raise InvalidArgument(
-            f"it was made with the key {bundle.signer[:_SHOWN]}, which is not in {trusted.name}"
-        )
+        raise InvalidArgument(f"it was made with the key {bundle.signer[:_SHOWN]}, which is not in {trusted.name}")
     _check(trusted, bundle, key)
     return f"key {bundle.signer[:_SHOWN]}"
 

@@ -1,4 +1,6 @@
-"""Export of spans by OpenTelemetry's SDK, which is in the extra ``tracing`` and imported only where spans are exported."""
+"""Export of spans by OpenTelemetry's SDK, which is in the extra ``tracing`` and imported only where spans are
+exported.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,7 @@ def exporting(service: str, endpoint: str) -> TracerProvider:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    named = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get(
-        "OTEL_RESOURCE_ATTRIBUTES", ""
-    )
+    named = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     resource = Resource.create({} if named else {SERVICE_NAME: service})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))

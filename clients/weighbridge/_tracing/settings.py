@@ -1,8 +1,8 @@
 """Settings of tracing: whether it is on in this process, and where its spans are sent.
 
-It is on where the application has set up OpenTelemetry, whose provider is used then; where the environment names a collector, by
-``OTEL_EXPORTER_OTLP_ENDPOINT``, ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` or ``OTEL_TRACES_EXPORTER``; and after `enable`. OpenTelemetry itself
-reads its other variables (samplers, resources, limits, certificates).
+It is on where the application has set up OpenTelemetry, whose provider is used then; where the environment names a
+collector, by ``OTEL_EXPORTER_OTLP_ENDPOINT``, ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` or ``OTEL_TRACES_EXPORTER``; and
+after `enable`. OpenTelemetry itself reads its other variables (samplers, resources, limits, certificates).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def wanted(environment: Mapping[str, str]) -> bool:
 def _of_application() -> trace.TracerProvider | None:
     """The provider that the application has set up; None if it has set up none."""
     if "opentelemetry.sdk.trace" not in sys.modules:
-        # get_tracer_provider would load the provider of OTEL_PYTHON_TRACER_PROVIDER, maybe not installed, for the whole process
+        # get_tracer_provider would load the provider of OTEL_PYTHON_TRACER_PROVIDER, maybe not installed, for the whole
+        # process
         return None
     found = trace.get_tracer_provider()
     return None if isinstance(found, _NONE) else found

@@ -1,8 +1,10 @@
-"""Spans of this process, by OpenTelemetry's API. Where tracing is off, each is its `INVALID_SPAN`, a no-op, and so are the spans within it.
+"""Spans of this process, by OpenTelemetry's API.
 
-One rule decides the parent of a span: a process with a current span, say an application's training step, continues that trace, and links to
-the span that caused the work; a process without one continues the trace of the cause. Attributes have no secrets, neither tokens nor URLs;
-there are few kinds of names.
+Where tracing is off, each is its `INVALID_SPAN`, a no-op, and so are the spans within it.
+
+One rule decides the parent of a span: a process with a current span, say an application's training step, continues that
+trace, and links to the span that caused the work; a process without one continues the trace of the cause. Attributes
+have no secrets, neither tokens nor URLs; there are few kinds of names.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ def begin(name: str, attributes: Attributes = None, *, origin: str = "") -> Span
     return tracer.start_span(name, _under(led), attributes=attributes)
 
 
-def continuing(
-    name: str, attributes: Attributes, traceparent: str, kind: SpanKind = SpanKind.INTERNAL
-) -> Span:
-    """Start a span under that of another process, ignoring the current span; a no-op if the other span is not recorded."""
+def continuing(name: str, attributes: Attributes, traceparent: str, kind: SpanKind = SpanKind.INTERNAL) -> Span:
+    """Start a span under that of another process, ignoring the current span; a no-op if the other span is not
+    recorded.
+    """
     tracer, parent = OF_PROCESS.tracer(), parse(traceparent)
     if tracer is None or parent is None:
         return INVALID_SPAN
@@ -49,14 +51,12 @@ def within(span: Span, name: str, attributes: Attributes = None, *, start_time: 
     tracer = OF_PROCESS.tracer() if span.get_span_context().is_valid else None
     if tracer is None:
         return INVALID_SPAN
-    return tracer.start_span(
-        name, trace.set_span_in_context(span), attributes=attributes, start_time=start_time
-    )
+    return tracer.start_span(name, trace.set_span_in_context(span), attributes=attributes, start_time=start_time)
 
 
 def moved(span: Span, name: str, attributes: Attributes, traceparent: str) -> Span:
-    """A span of `begin`, once its cause is known: if it has a trace of its own, a span in the cause's trace replaces it from its start on, and
-    it is never exported."""
+    """A span of `begin`, once its cause is known: if it has a trace of its own, a span in the cause's trace replaces it
+    from its start on, and it is never exported."""
     tracer, led, mine = OF_PROCESS.tracer(), parse(traceparent), span.get_span_context()
     if tracer is None or led is None or not mine.is_valid or led.trace_id == mine.trace_id:
         return span

@@ -1,4 +1,7 @@
-"""Trace parent: the W3C header that names the span of a call. Source: Trace Context, https://www.w3.org/TR/trace-context/, section 3.2."""
+"""Trace parent: the W3C header that names the span of a call.
+
+Source: Trace Context, https://www.w3.org/TR/trace-context/, section 3.2.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ _LENGTH = 55
 class TraceParents(TraceContextTextMapPropagator):
     """OpenTelemetry's reader of request headers, restricted to this header.
 
-    Otherwise it would keep a caller's `tracestate` with each span, up to 8 KiB, and log malformed entries of it and of `baggage`, one by one:
-    any client that reaches the port could fill memory and disk.
+    Otherwise it would keep a caller's `tracestate` with each span, up to 8 KiB, and log malformed entries of it and of
+    `baggage`, one by one: any client that reaches the port could fill memory and disk.
     """
 
     def extract(

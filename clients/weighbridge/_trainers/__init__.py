@@ -10,7 +10,8 @@ May import: `_clients` and all private folders below it.
 - `model_folders`: registration and push of Hugging Face folders.
 - `peft_adapters`: peft adapters, in folders and in models in training.
 - `megatron_adapters`: adapters of Megatron-core models, by the names in peft's files.
-- `adapter_restores`: checks that a version of an adapter fits a model, and the filling of shards that several layers share.
+- `adapter_restores`: checks that a version of an adapter fits a model, and the filling of shards that several layers
+  share.
 - `copies_until_step`: copies of a push that are made while training continues, until the optimizer's step.
 - `training`: pushes and restores of training states together with weights.
 - `training_files`: training states as checkpoints on disk.

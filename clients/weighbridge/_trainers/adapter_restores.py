@@ -1,4 +1,6 @@
-"""Restores of adapters into models in training: checks that a version fits a model, and the shards that the rank holds."""
+"""Restores of adapters into models in training: checks that a version fits a model, and the shards that the rank
+holds.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ class StoredAdapter:
         return StoredAdapter(name, json.loads(config), tensors)
 
     def check_tensors(self, held: Mapping[str, TensorSpec]) -> None:
-        """Refuse tensors that differ from the adapter's in anything other than their dtypes. Raises LayoutError, which names them."""
+        """Refuse tensors that differ from the adapter's in anything other than their dtypes.
+
+        Raises LayoutError, which names them.
+        """
         wrong = [f"{name} is missing in the model" for name in self.tensors if name not in held]
         for name, spec in held.items():
             there = self.tensors.get(name)
@@ -63,7 +68,10 @@ class StoredAdapter:
             )
 
     def check_scales(self, modules: Mapping[str, LoraModule]) -> None:
-        """Refuse layers that scale their adapters differently from the version. Raises LayoutError, which names them."""
+        """Refuse layers that scale their adapters differently from the version.
+
+        Raises LayoutError, which names them.
+        """
         kept = {"use_dora": False, "fan_in_fan_out": False, "bias": "none", "lora_bias": False}
         other = [field for field, usual in kept.items() if (self.config.get(field) or usual) != usual]
         if other or self.config.get("peft_type") != "LORA":
@@ -105,7 +113,8 @@ def fill_shared(layout: Layout, tensors: Sequence[torch.Tensor], filled: Sequenc
     """Copy transferred tensors to their places. Several shards may have the same place.
 
     Raises:
-        LayoutError: two shards with the same place have different elements (names them). Nothing is changed in this case.
+        LayoutError: two shards with the same place have different elements (names them). Nothing is changed in this
+            case.
     """
     import torch
 
@@ -120,9 +129,7 @@ def fill_shared(layout: Layout, tensors: Sequence[torch.Tensor], filled: Sequenc
     if unlike:
         raise LayoutError(
             "layers that the model fuses have different adapters in the version, but share one in the model",
-            details=first_lines(
-                f"{name} and {', '.join(sorted(set(others)))}" for name, others in unlike.items()
-            ),
+            details=first_lines(f"{name} and {', '.join(sorted(set(others)))}" for name, others in unlike.items()),
             fix="restore it into a model with CanonicalLoRA, which has one adapter for each of them",
         )
     with torch.no_grad():

@@ -1,5 +1,5 @@
-"""Adapters of one trainer's client. They are pushed from folders and from models in training, by peft's names, and restored into such
-models.
+"""Adapters of one trainer's client. They are pushed from folders and from models in training, by peft's names, and
+restored into such models.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ class Adapters:
         call.registration = _registration(call, base, found.config_json, tensors)
         return self._pushes.shards(call, found.layout, TensorSpace.HUGGING_FACE, found.open_source)
 
-    def push(
-        self, call: PushCall, peft_model: Any, base: str, adapter_name: str, embeddings: bool | str
-    ) -> PushHandle:
+    def push(self, call: PushCall, peft_model: Any, base: str, adapter_name: str, embeddings: bool | str) -> PushHandle:
         """Push an adapter of a model in training; see `TrainerClient.push_adapter`."""
         check_base(base)
         call.opening.metadata[BASE].text = base
@@ -85,8 +83,7 @@ class Adapters:
         if not is_megatron(peft_model):
             if merged := merged_layers(wrapped_model(peft_model)):
                 raise LayoutError(
-                    counted(len(merged), "layer has", "layers have")
-                    + " adapters that are merged into the weights",
+                    counted(len(merged), "layer has", "layers have") + " adapters that are merged into the weights",
                     details=first_lines(merged),
                     fix="call model.unmerge_adapter() first",
                 )
@@ -117,7 +114,10 @@ class Adapters:
     def _found(
         self, call: PushCall, peft_model: Any, base: str, adapter_name: str, embeddings: bool | str
     ) -> TorchShards | PlacedAdapters:
-        """Return the shards of an adapter that this rank holds. Adds the adapter's registration and digest to the call."""
+        """Return the shards of an adapter that this rank holds.
+
+        Adds the adapter's registration and digest to the call.
+        """
         shards: TorchShards | PlacedAdapters
         if is_megatron(peft_model):
             adapters, shards, parts = self._together(call.opening.model, call.terms, peft_model, base)
@@ -132,9 +132,7 @@ class Adapters:
                 config_json, tensors = parts.config_json(on, base_tensors), parts.tensors
         else:
             found = self._trained.read(peft_model, adapter_name, embeddings)
-            shards = adapter_shards(
-                found.state, found.forms, whole=call.opening.ranks == 1, of=call.opening.model
-            )
+            shards = adapter_shards(found.state, found.forms, whole=call.opening.ranks == 1, of=call.opening.model)
             config_json, tensors = found.config_json, shards.layout.tensors
         call.registration = _registration(call, base, config_json, tensors.values())
         call.opening.metadata[ADAPTER_DIGEST].text = adapter_digest(config_json, tensors.values())
@@ -143,8 +141,8 @@ class Adapters:
     def _together(
         self, model: str, terms: PushTerms, megatron_model: Any, base: str
     ) -> tuple[MegatronAdapters, PlacedAdapters, LoraParts]:
-        """Return the adapters of a Megatron-core model; those of this rank by peft's names; and those of all ranks together, which the
-        ranks exchange.
+        """Return the adapters of a Megatron-core model; those of this rank by peft's names; and those of all ranks
+        together, which the ranks exchange.
         """
         found = MegatronAdapters.of(megatron_model)
         placed = found.placed(self._known.links(base, found.beside.values()))
@@ -153,9 +151,7 @@ class Adapters:
         return found, placed, LoraParts.together([LoraParts.decode(each) for each in said])
 
 
-def _registration(
-    call: PushCall, base: str, config_json: bytes, tensors: Iterable[TensorSpec]
-) -> RegisterModelRequest:
+def _registration(call: PushCall, base: str, config_json: bytes, tensors: Iterable[TensorSpec]) -> RegisterModelRequest:
     """Return the request that registers the adapter of a call, if the adapter fits its base."""
     files = {ADAPTER_CONFIG: config_json}
     return model_calls.registration(call.opening.model, files, tensors=tensors, weight_map=False, base=base)

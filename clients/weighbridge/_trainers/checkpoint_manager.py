@@ -23,20 +23,22 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Saves a torch or Megatron-core module, its optimizer and other values of a training loop, and restores them. Every rank has a manager
-    and calls the same methods. Each save creates a version of the weights, which engines can pull, and a version of the training state with
-    the same step.
+    """Saves a torch or Megatron-core module, its optimizer and other values of a training loop, and restores them.
+    Every rank has a manager and calls the same methods. Each save creates a version of the weights, which engines can
+    pull, and a version of the training state with the same step.
 
     Args:
         client: client that makes pushes and restores; the manager does not close it.
         model: ``namespace/name`` of a registered model.
-        module: the torch module, after ``fully_shard`` or any other call that replaces its parameters; or a Megatron-core module, which has
-            ``sharded_state_dict()``, with or without ``DistributedDataParallel``; or a list of the rank's model chunks; or a function that
-            returns a sharded state dict.
-        optimizer: the optimizer of the module's parameters: one or several torch optimizers, or the result of ``get_megatron_optimizer``.
+        module: the torch module, after ``fully_shard`` or any other call that replaces its parameters; or a
+            Megatron-core module, which has ``sharded_state_dict()``, with or without ``DistributedDataParallel``; or a
+            list of the rank's model chunks; or a function that returns a sharded state dict.
+        optimizer: the optimizer of the module's parameters: one or several torch optimizers, or the result of
+            ``get_megatron_optimizer``.
         state: values by name, the same on all ranks; see `TrainerClient.push_state_dict`.
         rank_state: values by name for this rank only; see `TrainerClient.push_state_dict`.
-        until: see `TrainerClient.push_state_dict`: with ``"optimizer_step"`` a thread copies during the next forward and backward.
+        until: see `TrainerClient.push_state_dict`: with ``"optimizer_step"`` a thread copies during the next forward
+            and backward.
         options: options of each push, as for `TrainerClient.push`.
 
     Attributes:
@@ -81,12 +83,12 @@ class CheckpointManager:
         return f"<CheckpointManager of {self._model}, {last}>"
 
     def save(self, step: int) -> PushHandle:
-        """Save everything in its state after a step. Training may continue when this returns: everything has been copied, or with ``until``
-        it will be copied before the optimizer's next step. A thread delivers the copies.
+        """Save everything in its state after a step. Training may continue when this returns: everything has been
+        copied, or with ``until`` it will be copied before the optimizer's next step. A thread delivers the copies.
 
-        Either all ranks save, or none. If one rank cannot save, for example because it cannot reach the service, all ranks raise an error.
-        With ``on_failure="warn"`` all ranks log the reason and continue instead, and the handle is marked (`PushHandle.skipped`). If the
-        previous save failed, this method logs the failure; `wait` raises it.
+        Either all ranks save, or none. If one rank cannot save, for example because it cannot reach the service, all
+        ranks raise an error. With ``on_failure="warn"`` all ranks log the reason and continue instead, and the handle
+        is marked (`PushHandle.skipped`). If the previous save failed, this method logs the failure; `wait` raises it.
 
         Raises:
             WeighbridgeError: see `TrainerClient.push_state_dict`, or `TrainerClient.push` with Megatron-core.
@@ -120,8 +122,8 @@ class CheckpointManager:
             return None
 
     def find(self, step: int) -> Version | None:
-        """Return the newest training state of a step in the object store; None if the store does not contain one. With several ranks of
-        torch.distributed, all of them get the result of rank 0.
+        """Return the newest training state of a step in the object store; None if the store does not contain one. With
+        several ranks of torch.distributed, all of them get the result of rank 0.
 
         Raises:
             NotFound: the model is not registered.
@@ -133,10 +135,12 @@ class CheckpointManager:
 
         Args:
             version: number or ref of a training state; by default the latest.
-            rank_state: False leaves ``rank_state`` unchanged, which is required if a different number of ranks saved it.
+            rank_state: False leaves ``rank_state`` unchanged, which is required if a different number of ranks saved
+                it.
 
         Returns:
-            The version, whose ``step`` is the step of the save; None if ``version`` is not given and no training state exists yet.
+            The version, whose ``step`` is the step of the save; None if ``version`` is not given and no training state
+            exists yet.
 
         Raises:
             WeighbridgeError: see `TrainerClient.restore_state_dict`, or `TrainerClient.restore` with Megatron-core.
@@ -160,7 +164,8 @@ class CheckpointManager:
         """Wait until the weights and the training state of this rank's newest save are in the object store.
 
         Returns:
-            The training state's version; None if nothing was saved, for example if the loop was restored at its last step.
+            The training state's version; None if nothing was saved, for example if the loop was restored at its last
+            step.
 
         Raises:
             VersionFailed: one of the two versions cannot be completed (lists the missing parts).
@@ -191,7 +196,10 @@ class CheckpointManager:
                 log.error("%s@%d was not saved: %s", handle.model, handle.number, error)
 
     def _agreed(self, find: Callable[[], Version | None]) -> Version | None:
-        """The version that rank 0 finds. The other ranks do not search themselves, because a newer version may appear in between."""
+        """The version that rank 0 finds.
+
+        The other ranks do not search themselves, because a newer version may appear in between.
+        """
         rank, ranks = rank_and_world(None, None)
         found: list[tuple[Version | None, WeighbridgeError | None]] = [(None, None)]
         cause: Exception | None = None

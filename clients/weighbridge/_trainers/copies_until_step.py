@@ -1,4 +1,6 @@
-"""Copying until the optimizer's step: a thread copies a push's shards while training continues, and the step that would change them waits."""
+"""Copying until the optimizer's step: a thread copies a push's shards while training continues, and the step that would
+change them waits.
+"""
 
 from __future__ import annotations
 
@@ -66,13 +68,17 @@ class StepGate:
             optimizer: the optimizer that is part of the push; None if the push does not have one.
 
         Raises:
-            InvalidArgument: ``wanted`` is neither `OPTIMIZER_STEP` nor an optimizer, or the push does not have an optimizer.
+            InvalidArgument: ``wanted`` is neither `OPTIMIZER_STEP` nor an optimizer, or the push does not have an
+                optimizer.
         """
         named = optimizer if isinstance(wanted, str) else wanted
         if isinstance(wanted, str) and (wanted != OPTIMIZER_STEP or optimizer is None):
             raise InvalidArgument(
                 f"until={wanted!r} does not name an optimizer",
-                fix=f"push the optimizer too, with optimizer=... and until={OPTIMIZER_STEP!r}; or pass it as until=optimizer",
+                fix=(
+                    f"push the optimizer too, with optimizer=... and until={OPTIMIZER_STEP!r}; or "
+                    "pass it as until=optimizer"
+                ),
             )
         return CopiesUntilStep(self, steady_until_step(named))
 
@@ -96,8 +102,8 @@ class StepGate:
 
 
 class CopiesUntilStep(Copies):
-    """Copies of the pushes of one call, which are deferred until a step. Tensors that other code may change before that are copied now,
-    once.
+    """Copies of the pushes of one call, which are deferred until a step. Tensors that other code may change before that
+    are copied now, once.
 
     Args:
         gate: gate that makes steps wait.

@@ -1,5 +1,5 @@
-"""Tensors of models, as the service describes them. They are requested once, and again after the service has refused a call that relied on
-them.
+"""Tensors of models, as the service describes them. They are requested once, and again after the service has refused a
+call that relied on them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class KnownTensors:
         return self._kept(self._tensors, model, _tensor_forms(model))
 
     def described(self, model: str, *, refresh: bool) -> TensorForms:
-        """Return the tensors as `of` does, for callers that make no call that relies on them. ``refresh`` requests them again."""
+        """Return the tensors as `of` does, for callers that make no call that relies on them.
+
+        ``refresh`` requests them again.
+        """
         known = self._tensors.pop(model, None) if refresh else None
         with self.of(model) as tensors:
             if known == tensors:
@@ -52,8 +55,8 @@ class KnownTensors:
         return self._kept(self._registered, (model, frozenset(specs)), asking)
 
     def links(self, base: str, beside: Collection[TensorSpec]) -> WeightLinks:
-        """Return the positions of the elements of Megatron-core's tensors in those of a base. If the base is named by a ref, the service is
-        asked each time.
+        """Return the positions of the elements of Megatron-core's tensors in those of a base. If the base is named by a
+        ref, the service is asked each time.
         """
         if not beside:
             return WeightLinks({}, {}, ())

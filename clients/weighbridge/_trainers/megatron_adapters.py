@@ -1,14 +1,14 @@
 """LoRA adapters of Megatron-core models, as Megatron-Bridge adds them, with the names and shapes of peft's files.
 
-Megatron-Bridge adds to a linear layer such as ``linear_qkv`` a module ``adapter`` with ``linear_in`` (peft's A) and ``linear_out`` (peft's
-B), both sharded by tensor parallelism. `CanonicalLoRA` adds one for each of the layers that are fused there, such as ``adapter.adapter_q``.
-B has the same rows as the layer's weight, and A has the same columns. Therefore the links of that weight determine the places of the
-elements of both. If they lead to several weights, as those of ``linear_qkv`` do, each of these weights gets all of A, and its own rows of
-B.
+Megatron-Bridge adds to a linear layer such as ``linear_qkv`` a module ``adapter`` with ``linear_in`` (peft's A) and
+``linear_out`` (peft's B), both sharded by tensor parallelism. `CanonicalLoRA` adds one for each of the layers that are
+fused there, such as ``adapter.adapter_q``. B has the same rows as the layer's weight, and A has the same columns.
+Therefore the links of that weight determine the places of the elements of both. If they lead to several weights, as
+those of ``linear_qkv`` do, each of these weights gets all of A, and its own rows of B.
 
-Experts whose weights are grouped have either one adapter each, which a rank holds in one tensor, or one adapter on each expert-parallel
-rank, which all experts of the rank share. In the second case ranks hold shards of different experts' adapters, although their own names do
-not show it.
+Experts whose weights are grouped have either one adapter each, which a rank holds in one tensor, or one adapter on each
+expert-parallel rank, which all experts of the rank share. In the second case ranks hold shards of different experts'
+adapters, although their own names do not show it.
 """
 
 from __future__ import annotations
@@ -125,8 +125,7 @@ class MegatronAdapters:
         wanted = [
             each
             for each, key in zip(entries, keys, strict=True)
-            if _ADAPTER.match(key)
-            or (key.endswith(_WEIGHT) and _without_expert(key[: -len(_WEIGHT)]) in apart)
+            if _ADAPTER.match(key) or (key.endswith(_WEIGHT) and _without_expert(key[: -len(_WEIGHT)]) in apart)
         ]
         found = sharded_tensors(wanted)
         beside, held = _beside(found)
@@ -136,7 +135,10 @@ class MegatronAdapters:
         return MegatronAdapters(tuple(parts), beside, held, scales, trained)
 
     def check_frozen(self) -> None:
-        """Refuse a model in which other parameters than the adapters are trained, because they would not be pushed. Raises LayoutError."""
+        """Refuse a model in which other parameters than the adapters are trained, because they would not be pushed.
+
+        Raises LayoutError.
+        """
         if self.trained:
             raise LayoutError(
                 counted(len(self.trained), "parameter is", "parameters are")
@@ -157,8 +159,7 @@ class MegatronAdapters:
         unknown = sorted({name for name in self.beside if name not in links.sources})
         if unknown:
             raise LayoutError(
-                counted(len(unknown), "layer with adapters is", "layers with adapters are")
-                + " not in the base",
+                counted(len(unknown), "layer with adapters is", "layers with adapters are") + " not in the base",
                 details=first_lines(unknown),
                 fix="name the base that the model was made from",
             )
@@ -191,7 +192,9 @@ class MegatronAdapters:
         of_weight: Mapping[tuple[str, tuple[int, ...]], Sequence[Link]],
         targets: Mapping[str, TensorSpec],
     ) -> Iterator[_Slice]:
-        """Yield the slices of the model's weights that contain the rows of a part of B, or the columns of a part of A, each once."""
+        """Yield the slices of the model's weights that contain the rows of a part of B, or the columns of a part of A,
+        each once.
+        """
         links = [
             link
             for name in self._weights_of(part)
@@ -203,9 +206,7 @@ class MegatronAdapters:
         found = dict.fromkeys(_slice(link, axis, targets[link.target]) for link in links)
         if part.of:
             leaf = _FUSED.get(part.of, part.of)
-            own = dict.fromkeys(
-                each.target for each in found if _module(each.target).rpartition(".")[2] == leaf
-            )
+            own = dict.fromkeys(each.target for each in found if _module(each.target).rpartition(".")[2] == leaf)
             if not own:
                 raise LayoutError(f"{part.layer} has no {leaf} in the base", fix=_ONLY)
             found = dict.fromkeys(_Slice(target, 0, 0, targets[target].shape[axis]) for target in own)
@@ -225,9 +226,7 @@ class MegatronAdapters:
                 if _without_expert(name).startswith(part.layer + _WEIGHT)
             }
         )
-        return (
-            name for layer in layers for half in halves if (name := f"{layer}{_WEIGHT}{half}") in self.beside
-        )
+        return (name for layer in layers for half in halves if (name := f"{layer}{_WEIGHT}{half}") in self.beside)
 
 
 @dataclass(frozen=True)
@@ -236,8 +235,8 @@ class PlacedAdapters:
 
     Attributes:
         layout: shards of the adapters, as one stream.
-        tensors: one tensor for each shard, which aliases the model. If layers are fused, the shards of A of several layers have the same
-            tensor.
+        tensors: one tensor for each shard, which aliases the model. If layers are fused, the shards of A of several
+            layers have the same tensor.
         modules: scale of the adapter of each layer, by the layer's name in Hugging Face's model.
     """
 
@@ -271,8 +270,7 @@ def _check_plain(keys: Iterable[str]) -> None:
     ]
     if other:
         raise LayoutError(
-            counted(len(other), "tensor of adapters is", "tensors of adapters are")
-            + " not part of plain LoRA",
+            counted(len(other), "tensor of adapters is", "tensors of adapters are") + " not part of plain LoRA",
             details=first_lines(other),
             fix=_ONLY,
         )
@@ -286,8 +284,8 @@ def _trained_besides(chunk: Any) -> Iterator[str]:
 
 
 def _scales(chunk: Any) -> Iterator[tuple[int, LoraModule]]:
-    """Yield rank, alpha and dropout of each adapter, with the address of its ``linear_in``. Raises LayoutError for an adapter with an
-    activation between its matrices.
+    """Yield rank, alpha and dropout of each adapter, with the address of its ``linear_in``. Raises LayoutError for an
+    adapter with an activation between its matrices.
     """
     import torch
 
@@ -327,8 +325,9 @@ def _without_expert(name: str) -> str:
 def _parts(entry: Entry, fused: Collection[str]) -> Iterator[Part]:
     """Yield the parts of one parameter, if it belongs to an adapter.
 
-    Megatron-Bridge declares the rows of B of every ``linear_fc1`` as alternating rows of gate and up, even if they belong to only one of
-    these, or if the layer is not fused. In these cases the rows are contiguous, and the declared places are wrong.
+    Megatron-Bridge declares the rows of B of every ``linear_fc1`` as alternating rows of gate and up, even if they
+    belong to only one of these, or if the layer is not fused. In these cases the rows are contiguous, and the declared
+    places are wrong.
     """
     for shard in entry.shards:
         found = _ADAPTER.match(shard.key)
@@ -364,12 +363,13 @@ def _slice(link: Link, axis: int, target: TensorSpec) -> _Slice:
     own = len(link.source_box.offset)
     if len(target.shape) != 2 or link.axes != (own - 2, own - 1) or not target.name.endswith(_WEIGHT):
         raise LayoutError(
-            f"{target} is not the weight of a linear layer with as many rows and columns as {link.source} has, so peft has no adapter for it",
+            (
+                f"{target} is not the weight of a linear layer with as many rows and columns as "
+                f"{link.source} has, so peft has no adapter for it"
+            ),
             fix=_ONLY,
         )
-    return _Slice(
-        link.target, link.source_box.offset[axis], link.target_box.offset[axis], link.source_box.extent[axis]
-    )
+    return _Slice(link.target, link.source_box.offset[axis], link.target_box.offset[axis], link.source_box.extent[axis])
 
 
 def _place(part: Part, cut: _Slice, target: TensorSpec) -> tuple[TensorSpec, Shard, torch.Tensor]:

@@ -1,4 +1,6 @@
-"""Hugging Face folders that a trainer's client imports: the files and tensors that register a model, and the weights that are pushed."""
+"""Hugging Face folders that a trainer's client imports: the files and tensors that register a model, and the weights
+that are pushed.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,7 @@ def imported(
     if wide is not None and not wide.is_float:
         raise InvalidArgument(f"fp8 weights cannot become {wide}", fix="use bf16, fp16 or fp32")
     if wide is not None and dtype:
-        raise InvalidArgument(
-            "weights are either dequantised or cast, not both", fix=f"leave the dtype {dtype} out"
-        )
+        raise InvalidArgument("weights are either dequantised or cast, not both", fix=f"leave the dtype {dtype} out")
     files = _side_files(model, Path(hf_dir))
     weights = _read(model, Path(hf_dir), files[CONFIG], wide)
     files[CONFIG] = weights.config_json
@@ -62,10 +62,9 @@ def imported(
     return files, weights
 
 
-def pushed(
-    model: str, folder: Path, registered: Mapping[str, bytes]
-) -> tuple[Mapping[str, bytes], FolderWeights]:
-    """Return the files that versions have after a push of a folder, and the folder's weights; see `TrainerClient.push_folder`.
+def pushed(model: str, folder: Path, registered: Mapping[str, bytes]) -> tuple[Mapping[str, bytes], FolderWeights]:
+    """Return the files that versions have after a push of a folder, and the folder's weights; see
+    `TrainerClient.push_folder`.
 
     Args:
         model: ``namespace/name``.
@@ -89,7 +88,10 @@ def _read(model: str, folder: Path, config_json: bytes, dequantize: DType | None
 
 
 def _in_dtype(config_json: bytes, dtype: DType) -> bytes:
-    """Return a config with a dtype entered. A config that cannot be read is returned unchanged: the service reports what is wrong with it."""
+    """Return a config with a dtype entered.
+
+    A config that cannot be read is returned unchanged: the service reports what is wrong with it.
+    """
     try:
         return with_dtype(config_json, dtype)
     except (ValueError, AttributeError, TypeError, RecursionError):
@@ -132,12 +134,12 @@ def replace_files(
         registered: the files that are registered now.
         files: the new files.
         tensors: the model's tensors, which do not change.
-        cast: whether weights are cast to the model's dtypes during the push. The folder's config then names another dtype than the version
-            has.
+        cast: whether weights are cast to the model's dtypes during the push. The folder's config then names another
+            dtype than the version has.
 
     Raises:
-        LayoutError: the config describes a model with other tensors, or with the same tensors in a different arrangement, for example
-            because of its heads.
+        LayoutError: the config describes a model with other tensors, or with the same tensors in a different
+            arrangement, for example because of its heads.
     """
     if cast:
         files = {**files, CONFIG: in_dtype_of(tensors.values(), files[CONFIG])}

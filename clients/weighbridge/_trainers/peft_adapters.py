@@ -1,5 +1,5 @@
-"""Peft adapters as they are stored: a config, and tensors by the names in peft's own files. They are read from a folder or from a model in
-training.
+"""Peft adapters as they are stored: a config, and tensors by the names in peft's own files. They are read from a folder
+or from a model in training.
 """
 
 from __future__ import annotations
@@ -61,14 +61,10 @@ class AdapterFolder:
             DataLoss: a file is damaged.
         """
         if not folder.is_dir():
-            raise NotFound(
-                f"there is no folder {folder}", fix="name one that peft's save_pretrained has written"
-            )
+            raise NotFound(f"there is no folder {folder}", fix="name one that peft's save_pretrained has written")
         if not os.path.lexists(folder / ADAPTER_CONFIG):
             if os.path.lexists(folder / CONFIG):
-                raise InvalidArgument(
-                    f"{folder} is a model, not an adapter of peft", fix="import it without a base"
-                )
+                raise InvalidArgument(f"{folder} is a model, not an adapter of peft", fix="import it without a base")
             raise NotFound(
                 f"there is no {ADAPTER_CONFIG} in {folder}",
                 fix="name a folder that peft's save_pretrained has written",
@@ -77,12 +73,11 @@ class AdapterFolder:
             if os.path.lexists(folder / _PICKLE):
                 raise InvalidArgument(
                     f"{folder / _PICKLE} is a pickle, which may run any code when it is loaded",
-                    fix="load the adapter where it was made and save it again: model.save_pretrained(folder), which writes "
+                    fix="load the adapter where it was made and save it again: "
+                    "model.save_pretrained(folder), which writes "
                     f"{ADAPTER_WEIGHTS}",
                 )
-            raise NotFound(
-                f"there is no {ADAPTER_WEIGHTS} in {folder}", fix="save or download the adapter again"
-            )
+            raise NotFound(f"there is no {ADAPTER_WEIGHTS} in {folder}", fix="save or download the adapter again")
         buffers = {ADAPTER_WEIGHTS: map_file(folder, ADAPTER_WEIGHTS)}
         found = layout_of_files({name: file.data for name, file in buffers.items()}).layout
         return AdapterFolder(
@@ -98,7 +93,8 @@ class TrainedAdapter:
 
     Attributes:
         config_json: content of the adapter's ``adapter_config.json``.
-        state: the adapter's tensors, by the names in peft's own file. DTensors, and parameters that ZeRO-3 has partitioned, are unchanged.
+        state: the adapter's tensors, by the names in peft's own file. DTensors, and parameters that ZeRO-3 has
+            partitioned, are unchanged.
         forms: forms of the tensors; the same object in later pushes, as long as the adapter's names are cached.
     """
 
@@ -110,19 +106,15 @@ class TrainedAdapter:
 class TrainedAdapters:
     """Reader of adapters of models in training.
 
-    Peft takes longer to name an adapter's tensors than the rest of a push takes, and it may send requests to the Hub. So the reader caches
-    peft's names as long as the model exists, and uses them as long as the adapter's config and the names, shapes and dtypes of the model's
-    tensors do not change.
+    Peft takes longer to name an adapter's tensors than the rest of a push takes, and it may send requests to the Hub.
+    So the reader caches peft's names as long as the model exists, and uses them as long as the adapter's config and the
+    names, shapes and dtypes of the model's tensors do not change.
     """
 
     def __init__(self) -> None:
-        self._named: WeakKeyDictionary[torch.nn.Module, dict[tuple[str, bool | str], _Named]] = (
-            WeakKeyDictionary()
-        )
+        self._named: WeakKeyDictionary[torch.nn.Module, dict[tuple[str, bool | str], _Named]] = WeakKeyDictionary()
 
-    def read(
-        self, model: Any, adapter_name: str, save_embedding_layers: bool | str = "auto"
-    ) -> TrainedAdapter:
+    def read(self, model: Any, adapter_name: str, save_embedding_layers: bool | str = "auto") -> TrainedAdapter:
         """Return the adapter of this name, as peft would save it.
 
         Args:
@@ -143,10 +135,7 @@ class TrainedAdapters:
         config_json = _config_json(peft_model, adapter_name)
         made = (
             config_json,
-            [
-                (place, getattr(value, "shape", None), getattr(value, "dtype", None))
-                for place, value in state.items()
-            ],
+            [(place, getattr(value, "shape", None), getattr(value, "dtype", None)) for place, value in state.items()],
         )
         named = self._named.setdefault(peft_model, {})
         known = named.get((adapter_name, save_embedding_layers))
@@ -212,15 +201,17 @@ class LoraParts:
         """Decode the part of another rank."""
         found = json.loads(data)
         specs = [
-            TensorSpec(name, dtypes.from_safetensors(dtype), tuple(shape))
-            for name, dtype, shape in found["tensors"]
+            TensorSpec(name, dtypes.from_safetensors(dtype), tuple(shape)) for name, dtype, shape in found["tensors"]
         ]
         modules = {name: LoraModule(**module) for name, module in found["modules"].items()}
         return LoraParts({spec.name: spec for spec in specs}, modules)
 
     @staticmethod
     def together(parts: Sequence[LoraParts]) -> LoraParts:
-        """Join the parts of several ranks. Raises LayoutError if they contradict each other (names the layers and tensors)."""
+        """Join the parts of several ranks.
+
+        Raises LayoutError if they contradict each other (names the layers and tensors).
+        """
         tensors: dict[str, TensorSpec] = {}
         modules: dict[str, LoraModule] = {}
         wrong: dict[str, None] = {}
@@ -233,8 +224,7 @@ class LoraParts:
                     wrong[f"{name}: {module} and {modules[name]}"] = None
         if wrong:
             raise LayoutError(
-                counted(len(wrong), "part of the adapter differs", "parts of the adapter differ")
-                + " between ranks",
+                counted(len(wrong), "part of the adapter differs", "parts of the adapter differ") + " between ranks",
                 details=first_lines(wrong),
                 fix="give all ranks the same rank, alpha and target modules",
             )
@@ -243,7 +233,8 @@ class LoraParts:
     def config_json(self, base: str, base_tensors: Collection[str]) -> bytes:
         """Return the ``adapter_config.json`` with which peft loads the adapter.
 
-        It names layers by the last part of their names if all layers of the base with that ending have adapters, otherwise one by one.
+        It names layers by the last part of their names if all layers of the base with that ending have adapters,
+        otherwise one by one.
 
         Args:
             base: name of the base model.
@@ -254,9 +245,7 @@ class LoraParts:
         rank, alpha = ranks.most_common(1)[0][0], alphas.most_common(1)[0][0]
         config = {
             "alpha_pattern": {
-                name: _number(module.alpha)
-                for name, module in sorted(self.modules.items())
-                if module.alpha != alpha
+                name: _number(module.alpha) for name, module in sorted(self.modules.items()) if module.alpha != alpha
             },
             "base_model_name_or_path": base,
             "bias": "none",
@@ -268,9 +257,7 @@ class LoraParts:
             "modules_to_save": None,
             "peft_type": "LORA",
             "r": rank,
-            "rank_pattern": {
-                name: module.rank for name, module in sorted(self.modules.items()) if module.rank != rank
-            },
+            "rank_pattern": {name: module.rank for name, module in sorted(self.modules.items()) if module.rank != rank},
             "target_modules": list(_targets(self.modules, base_tensors)),
             "task_type": "CAUSAL_LM",
             "use_dora": False,
@@ -300,15 +287,20 @@ def wrapped_model(model: Any) -> Any:
     if found is None:
         raise InvalidArgument(
             f"a {type(model).__name__} is not a model of peft",
-            fix="push the model that get_peft_model or PeftModel.from_pretrained returned; push a whole model with push_state_dict",
+            fix=(
+                "push the model that get_peft_model or PeftModel.from_pretrained returned; push a "
+                "whole model with push_state_dict"
+            ),
         )
     return found
 
 
 def _config_json(peft_model: Any, adapter_name: str) -> bytes:
-    """Return the config as peft writes it next to the weights: for inference, and with the class of the model if it does not have a task.
+    """Return the config as peft writes it next to the weights: for inference, and with the class of the model if it
+    does not have a task.
 
-    Sets, such as target modules, are sorted, because their order differs between processes and all ranks register the same config.
+    Sets, such as target modules, are sorted, because their order differs between processes and all ranks register the
+    same config.
     """
     config = copy.deepcopy(peft_model.peft_config[adapter_name])
     for name, value in vars(config).items():

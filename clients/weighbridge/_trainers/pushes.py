@@ -94,7 +94,8 @@ class Pushes:
 
     Attributes:
         pusher: pusher of weights.
-        training: pusher of training states. It has its own slots and buffers, so that neither pusher waits for the other's bytes.
+        training: pusher of training states. It has its own slots and buffers, so that neither pusher waits for the
+            other's bytes.
     """
 
     def __init__(self, connection: Connection, known: KnownTensors, ahead_bytes: int) -> None:
@@ -122,8 +123,8 @@ class Pushes:
         *,
         part: bool = False,
     ) -> PushCall:
-        """Return a call that is about to push. ``part`` allows the push of a training state alone. Raises InvalidArgument and the errors of
-        `check_options`.
+        """Return a call that is about to push. ``part`` allows the push of a training state alone. Raises
+        InvalidArgument and the errors of `check_options`.
         """
         check_options(options)
         if is_training(model) and not part:
@@ -154,8 +155,8 @@ class Pushes:
     def on_terms(self, call: PushCall) -> Iterator[None]:
         """Context in which a push is made on the terms that its options set. All methods that push use it.
 
-        If the push has as many ranks as torch.distributed, either all of them push, or none. With ``on_failure="warn"`` an error ends only
-        the block, and the call gets the handle of a skipped push.
+        If the push has as many ranks as torch.distributed, either all of them push, or none. With ``on_failure="warn"``
+        an error ends only the block, and the call gets the handle of a skipped push.
         """
         policy, opening = HoldPolicy.of(call.options), call.opening
         agreement = RankAgreement.of_process_group(opening.model, opening.request_id, opening.ranks)
@@ -174,9 +175,7 @@ class Pushes:
                 raise
             call.handle = self._skipped(opening, "step", error)
 
-    def shards(
-        self, call: PushCall, layout: Layout, space: TensorSpace, open_source: OpenSource
-    ) -> PushHandle:
+    def shards(self, call: PushCall, layout: Layout, space: TensorSpace, open_source: OpenSource) -> PushHandle:
         """Push the shards of any layout; see `TrainerClient.push_shards`."""
         with self.on_terms(call):
             self._say(call)
@@ -199,8 +198,12 @@ class Pushes:
         find = partial(self._weight_shards, call.opening.model, trained, cast)
         with self.on_terms(call):
             call.handle = self.tensors(
-                call, TensorSpace.MEGATRON, find, until, lambda shards: training_tensors(shards.held, call.beside.optimizer)
-            )  # fmt: skip
+                call,
+                TensorSpace.MEGATRON,
+                find,
+                until,
+                lambda shards: training_tensors(shards.held, call.beside.optimizer),
+            )
         return call.handle
 
     def state_dict(self, call: PushCall, trained: Any, cast: str, until: Any) -> PushHandle:
@@ -238,9 +241,7 @@ class Pushes:
                     shares = held_layout(tensors, held)
                     given = partial(GatheredShards, rank=0, ranks=1, expected=shares.tensors)
             passed = OpenPassing(partial(given, passing, tensors, cast=cast), buffer_bytes)
-            call.handle = self.pusher.push(
-                opening, rank, shares, TensorSpace.HUGGING_FACE, passed, terms=call.terms
-            )
+            call.handle = self.pusher.push(opening, rank, shares, TensorSpace.HUGGING_FACE, passed, terms=call.terms)
         return call.handle
 
     def tensors(
@@ -251,15 +252,16 @@ class Pushes:
         until: Any = None,
         training_tensors: Callable[[FoundT], TrainingTensors] | None = None,
     ) -> PushHandle:
-        """Push a rank's tensors, and after them its training state if the caller gives one. If the tensors are refused, all ranks are
-        notified.
+        """Push a rank's tensors, and after them its training state if the caller gives one. If the tensors are refused,
+        all ranks are notified.
 
         Args:
             call: the call, which has begun.
             space: space of the shards' names.
             find_shards: returns the shards of the model that the rank holds.
             until: see `TrainerClient.push`.
-            training_tensors: returns the rank's tensors of model and optimizer, given these shards; None if no training state is pushed.
+            training_tensors: returns the rank's tensors of model and optimizer, given these shards; None if no training
+                state is pushed.
         """
         self._say(call)
         opening, behind, rank, terms = call.opening, call.behind, call.rank, call.terms
@@ -277,8 +279,16 @@ class Pushes:
                 opening.cast_from.extend(cast_dtypes(layout, tensors))
             source, copying = copies.source(tensors, self.pusher.staging)
             handle = self.pusher.push(
-                opening, rank, layout, space, source, behind=behind, copying=copying, terms=terms, registration=call.registration,
-            )  # fmt: skip
+                opening,
+                rank,
+                layout,
+                space,
+                source,
+                behind=behind,
+                copying=copying,
+                terms=terms,
+                registration=call.registration,
+            )
             if behind is None or state is None:
                 return handle
             behind.at_least = handle.number
@@ -319,8 +329,8 @@ class Pushes:
 
 @contextmanager
 def all_taken(passing: Iterator[object]) -> Iterator[None]:
-    """Take the tensors that the block leaves, even if it fails. The other ranks gather them together with this rank, and would otherwise
-    wait forever.
+    """Take the tensors that the block leaves, even if it fails. The other ranks gather them together with this rank,
+    and would otherwise wait forever.
     """
     try:
         yield

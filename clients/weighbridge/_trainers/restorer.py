@@ -1,4 +1,7 @@
-"""Restores of one trainer's client. Any version, with or without a training state, is restored into the tensors that a rank holds."""
+"""Restores of one trainer's client.
+
+Any version, with or without a training state, is restored into the tensors that a rank holds.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,7 @@ class Restorer:
         self._connection = connection
         self._known = known
 
-    def megatron(
-        self, meant: Reference, sharded_state_dict: Any, beside: Beside[MutableMapping[str, Any]]
-    ) -> Version:
+    def megatron(self, meant: Reference, sharded_state_dict: Any, beside: Beside[MutableMapping[str, Any]]) -> Version:
         """Fill a sharded state dict of Megatron-core; see `TrainerClient.restore`."""
         import torch
 
@@ -65,9 +66,7 @@ class Restorer:
             fit = torch_fit(held_by, beside.optimizer, strict=strict)
             return restore_training(self._connection, meant, fit, beside)
         with self._known.of(meant.model) as tensors, torch.no_grad():
-            held = torch_shards(
-                held_by, tensors, whole=strict, others=not strict, filled=True, of=meant.model
-            )
+            held = torch_shards(held_by, tensors, whole=strict, others=not strict, filled=True, of=meant.model)
             if held.unknown and not held.tensors:
                 raise LayoutError(
                     f"{meant.model} has none of the {counted(len(held.unknown), 'tensor')} that are to be restored",

@@ -1,4 +1,6 @@
-"""Restores of the shards that a rank holds: by Megatron-core's names through a separate stream, by Hugging Face's names through a pull."""
+"""Restores of the shards that a rank holds: by Megatron-core's names through a separate stream, by Hugging Face's names
+through a pull.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,7 @@ def megatron_shards(
     message = wire.layout_to_proto(layout, TensorSpace.MEGATRON)
     resolved: list[Version] = []
 
-    def open_at(
-        way: bulk.Way, striping: Striping, offset: int
-    ) -> Iterable[pieces.Carried[pb.RestoreResponse]]:
+    def open_at(way: bulk.Way, striping: Striping, offset: int) -> Iterable[pieces.Carried[pb.RestoreResponse]]:
         # once the ref is resolved, a reopened stream uses the same version
         wanted = str(resolved[0].number) if resolved else meant.version
         request = pb.RestoreRequest(

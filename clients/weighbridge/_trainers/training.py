@@ -1,4 +1,7 @@
-"""Training states. They are pushed together with the weights as versions of a part of the model, and restored from that part only."""
+"""Training states.
+
+They are pushed together with the weights as versions of a part of the model, and restored from that part only.
+"""
 
 from __future__ import annotations
 
@@ -88,11 +91,11 @@ def training_state(
 def restore_training(
     connection: Connection, meant: Reference, fit: Fit, beside: Beside[MutableMapping[str, Any]]
 ) -> Version:
-    """Restore model, optimizer and values of a rank from a training state. If anything does not fit, nothing is changed. An error during
-    the transfer has a note that the rank is only partly filled.
+    """Restore model, optimizer and values of a rank from a training state. If anything does not fit, nothing is
+    changed. An error during the transfer has a note that the rank is only partly filled.
 
-    Only the rank's boxes and one blob are transferred. The blob is the rank's own if the same number of ranks pushed the state, otherwise
-    that of rank 0.
+    Only the rank's boxes and one blob are transferred. The blob is the rank's own if the same number of ranks pushed
+    the state, otherwise that of rank 0.
 
     Args:
         connection: connection of the client.
@@ -105,7 +108,8 @@ def restore_training(
 
     Raises:
         NotFound: the model or version does not exist.
-        InvalidArgument: the version lacks requested values, or ``rank_state`` is requested but a different number of ranks pushed it.
+        InvalidArgument: the version lacks requested values, or ``rank_state`` is requested but a different number of
+            ranks pushed it.
         LayoutError: the state does not fit (names each tensor).
         DataLoss: the blob is missing or malformed.
     """
@@ -129,7 +133,10 @@ def restore_training(
         of = f"was imported with the values of {counted(own or 0, 'rank')}"
         raise InvalidArgument(
             f"{name} {by if own is None else of}, but rank_state= is requested on {world_size}",
-            fix="values of ranks are restored only on the same number of ranks: leave rank_state= out (checkpoints.restore(rank_state=False)), and start with new ones",
+            fix=(
+                "values of ranks are restored only on the same number of ranks: leave rank_state= "
+                "out (checkpoints.restore(rank_state=False)), and start with new ones"
+            ),
         )
     values = opened(kept, name, None if rank_state is None else rank)
     stateful.check_kept(state, values.state, "state", name)
@@ -142,24 +149,18 @@ def restore_training(
         log.warning("%s was pushed with %s, which this restore leaves out", name, ", ".join(left))
     with torch.no_grad():
         try:
-            restoring.hugging_face_shards(
-                connection, Reference.of(part, found.number), filling.layout, filling.tensors
-            )
+            restoring.hugging_face_shards(connection, Reference.of(part, found.number), filling.layout, filling.tensors)
             filling.finish()
         except BaseException as error:
             filling.undo()
-            error.add_note(
-                f"This rank has restored only a part of {name}: restore again before you train or push."
-            )
+            error.add_note(f"This rank has restored only a part of {name}: restore again before you train or push.")
             raise
     stateful.give_back(state, values.state)
     stateful.give_back(rank_state, values.rank_state)
     return found
 
 
-def rank_values(
-    connection: Connection, version: Version, tensors: Mapping[str, TensorSpec], rank: int
-) -> RankValues:
+def rank_values(connection: Connection, version: Version, tensors: Mapping[str, TensorSpec], rank: int) -> RankValues:
     """Return the values in a rank's blob of a version.
 
     Raises:

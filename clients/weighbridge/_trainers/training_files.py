@@ -67,9 +67,7 @@ def write_checkpoint(
     from weighbridge._trainers.torch_dist.writing import write_torch_dist
 
     if not replaces:
-        check_free(
-            folder, fix="name a new folder, or replace the existing checkpoint: --replace, replace=True"
-        )
+        check_free(folder, fix="name a new folder, or replace the existing checkpoint: --replace, replace=True")
     part = training_of(meant.model)
     known = KnownLayouts()
     plan = connection.run(pull_calls.plan_pull(known, part, meant.version))
@@ -79,16 +77,17 @@ def write_checkpoint(
     nbytes = sum(spec.nbytes for name, spec in all_tensors.items() if name not in tensors)
     if nbytes > MAX_VALUES_BYTES:
         raise InvalidArgument(
-            f"{found.model}@{found.number} has {nbytes} bytes that are not tensors, and an export holds at most {MAX_VALUES_BYTES} in memory",
+            (
+                f"{found.model}@{found.number} has {nbytes} bytes that are not tensors, and an "
+                f"export holds at most {MAX_VALUES_BYTES} in memory"
+            ),
             fix="give tensors to optimizer= rather than to state= or rank_state=; or restore it into a trainer",
         )
     blobs = [rank_values(connection, found, all_tensors, rank) for rank in range(max(ranks, 1))]
     values = CheckpointValues.of(blobs, tensors, found.step)
     _check_format(found, values.format, checkpoint_format)
     if not tensors:
-        raise LayoutError(
-            f"{found.model}@{found.number} has no tensors", fix="name a state of a model or an optimizer"
-        )
+        raise LayoutError(f"{found.model}@{found.number} has no tensors", fix="name a state of a model or an optimizer")
     pull = connection.run(pull_calls.plan_pull(known, part, found.number, FullTensors(tuple(tensors))))
     order = [tensors[placement.shard.tensor] for placement in pull.layout.placements]
     files = _laid_out(order, values, max_file_bytes)
@@ -145,7 +144,10 @@ def _check_format(version: Version, own: str, wanted: str | None) -> None:
     if wanted not in (None, own):
         trainer = "Megatron-core" if own == "torch_dist" else "torch"
         raise InvalidArgument(
-            f"{version.model}@{version.number} is the training state of {trainer}, whose checkpoints are {own}, not {wanted}",
+            (
+                f"{version.model}@{version.number} is the training state of {trainer}, whose "
+                f"checkpoints are {own}, not {wanted}"
+            ),
             fix="leave --format out"
             + ("; torch.distributed.checkpoint reads torch_dist as well" if own == "torch_dist" else ""),
         )
@@ -153,9 +155,7 @@ def _check_format(version: Version, own: str, wanted: str | None) -> None:
 
 def _check_replaceable(folder: Path, metadata_file: str) -> None:
     """Refuse to remove a folder that is not a checkpoint."""
-    if folder.exists() and (
-        not folder.is_dir() or (any(folder.iterdir()) and not (folder / metadata_file).exists())
-    ):
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / metadata_file).exists())):
         raise InvalidArgument(
             f"{folder} is not a checkpoint, and an export does not replace it", fix="name another folder"
         )

@@ -26,9 +26,7 @@ class Addresses:
 
     def __init__(self, addresses: Sequence[str]) -> None:
         if not addresses:
-            raise InvalidArgument(
-                "no address of a service was given", fix='name one, such as "127.0.0.1:50051"'
-            )
+            raise InvalidArgument("no address of a service was given", fix='name one, such as "127.0.0.1:50051"')
         for address in addresses:
             _check(address)
         self.all = tuple(dict.fromkeys(addresses))
@@ -40,7 +38,9 @@ class Addresses:
 
     @staticmethod
     def of(server: str | None) -> Addresses:
-        """The addresses in a client's argument, separated by commas; by default ``WEIGHBRIDGE_SERVER``, or port 50051 of this machine."""
+        """The addresses in a client's argument, separated by commas; by default ``WEIGHBRIDGE_SERVER``, or port 50051
+        of this machine.
+        """
         named = server or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER
         return Addresses([each for each in (part.strip() for part in named.split(",")) if each])
 
@@ -76,8 +76,8 @@ class Addresses:
 
         Args:
             address: the address.
-            error: its error. Its `worth_retrying` is lifted if a retry may help: the address has answered before, or the next one has not
-                failed yet.
+            error: its error. Its `worth_retrying` is lifted if a retry may help: the address has answered before, or
+                the next one has not failed yet.
 
         Returns:
             Whether the next address has not failed too since one answered, so that it is worth a retry at once.

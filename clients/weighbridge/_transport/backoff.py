@@ -24,7 +24,8 @@ class Backoff:
         longest: longest pause, in seconds.
         tries: number of failures since the last success.
         failing_since: time of the first of these failures, by a monotonic clock, in seconds.
-        doubtful_since: start of the present run of errors with a finite `worth_retrying`; infinite if the last error had none.
+        doubtful_since: start of the present run of errors with a finite `worth_retrying`; infinite if the last error
+            had none.
     """
 
     seconds: float

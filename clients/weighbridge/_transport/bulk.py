@@ -56,8 +56,8 @@ class Way:
 
 
 class Connections:
-    """Connections of one client to the service: some for weights only, and one for all other calls. Each is made when first used.
-    Thread-safe.
+    """Connections of one client to the service: some for weights only, and one for all other calls. Each is made when
+    first used. Thread-safe.
 
     Args:
         addresses: the service's; connections go to the one in use.
@@ -83,7 +83,10 @@ class Connections:
         self._channels: dict[tuple[str, int | None, tuple[int, ...]], grpc.Channel] = {}
 
     def control(self, server: str) -> grpc.Channel:
-        """A channel for calls without weights, to one of the addresses. Clients of one process may share its connection."""
+        """A channel for calls without weights, to one of the addresses.
+
+        Clients of one process may share its connection.
+        """
         return self._channel(server, None)
 
     def way(self, index: int) -> Way:
@@ -112,9 +115,7 @@ class Connections:
             key = address, index, self.credentials.stamp()
             channel = self._channels.get(key)
             if channel is None:
-                channel = self._channels[key] = rpc.open_channel(
-                    address, self.credentials, shared=index is None
-                )
+                channel = self._channels[key] = rpc.open_channel(address, self.credentials, shared=index is None)
             return channel
 
     def _ask(self, server: str) -> bulk_entry.BulkEntry:
@@ -133,7 +134,8 @@ class Connections:
     def renew(self) -> None:
         """Note that a stream has broken: the client requests the port for weights again before the next one.
 
-        If several break in a row, streams use the known port: behind a proxy, another server may answer at the port for weights.
+        If several break in a row, streams use the known port: behind a proxy, another server may answer at the port for
+        weights.
         """
         self._broken += 1
         self._entry = None
@@ -159,8 +161,8 @@ class StreamReceiver:
         open_at: opens a part of the stream at a byte offset.
         connections: connections to use; a small stream uses one.
         nbytes: length of the stream in bytes, as far as known in advance.
-        on_header: called with the header of each (re)opened part, before its first piece; for parts other than the first,
-            from other threads, and only after the call for the first.
+        on_header: called with the header of each (re)opened part, before its first piece; for parts other than the
+            first, from other threads, and only after the call for the first.
         retry_seconds: how long a part may make no progress before its error is raised.
     """
 
@@ -189,7 +191,10 @@ class StreamReceiver:
             self.stop()
 
     def stop(self) -> None:
-        """End all calls. May be called from any thread: the iterating one gets `Unavailable`, unless it is at the end."""
+        """End all calls.
+
+        May be called from any thread: the iterating one gets `Unavailable`, unless it is at the end.
+        """
         for part in self._parts:
             part.stop()
 
@@ -216,7 +221,9 @@ class _Stopped(Exception):
 
 
 class _Part:
-    """Part of a stream that one of several calls receives, in a thread of its own, a few messages ahead of the consumer."""
+    """Part of a stream that one of several calls receives, in a thread of its own, a few messages ahead of the
+    consumer.
+    """
 
     def __init__(
         self,
@@ -370,8 +377,8 @@ def send(
 
     Args:
         path: path of the method, whose response is ignored.
-        messages: returns the serialised messages of a part of the stream; called for each part, and the iterators are read in
-            several threads.
+        messages: returns the serialised messages of a part of the stream; called for each part, and the iterators are
+            read in several threads.
         connections: connections to use; a small stream uses one.
         nbytes: number of bytes to send.
         most: most connections to use.

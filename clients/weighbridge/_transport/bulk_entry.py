@@ -43,7 +43,9 @@ class BulkEntry:
 
 
 def ask(control: grpc.Channel, server: str, credentials: Credentials = NONE) -> BulkEntry:
-    """Request the entry from a service. Falls back to the service's known port if it names none, or names an unreachable one.
+    """Request the entry from a service.
+
+    Falls back to the service's known port if it names none, or names an unreachable one.
 
     Args:
         control: a channel to the service.

@@ -37,12 +37,13 @@ class Credentials:
     """Credentials of a client. Files are read when a connection is made; the token's file on every call.
 
     Attributes:
-        ca: file of certificate authorities (PEM), one of which has issued the service's certificate; ``system`` for those that this
-            machine trusts. None connects to the service without TLS.
+        ca: file of certificate authorities (PEM), one of which has issued the service's certificate; ``system`` for
+            those that this machine trusts. None connects to the service without TLS.
         certificate: file of this client's certificate and its chain (PEM), for services that require one.
         key: file of its private key (PEM).
         token: bearer token by which the service identifies this client, or a function that returns it.
-        token_file: file that contains the token; it may be replaced at any time, as Kubernetes does with mounted service account tokens.
+        token_file: file that contains the token; it may be replaced at any time, as Kubernetes does with mounted
+            service account tokens.
         insecure: whether the token may be sent to other machines without TLS.
     """
 
@@ -69,7 +70,9 @@ class Credentials:
 
     @staticmethod
     def from_environment(environment: Mapping[str, str] | None = None) -> Credentials:
-        """Credentials from environment variables: ``WEIGHBRIDGE_CA``, ``_CERT``, ``_KEY``, ``_TOKEN``, ``_TOKEN_FILE``, ``_INSECURE``."""
+        """Credentials from environment variables: ``WEIGHBRIDGE_CA``, ``_CERT``, ``_KEY``, ``_TOKEN``, ``_TOKEN_FILE``,
+        ``_INSECURE``.
+        """
         found = os.environ if environment is None else environment
 
         def of(name: str) -> str | None:
@@ -113,7 +116,10 @@ class Credentials:
             return
         raise InvalidArgument(
             f"the token would be sent to {server} without TLS, and anyone on the way could read it",
-            fix=f"name the authority of the service's certificate ({CA_VARIABLE}), or set {INSECURE_VARIABLE}=1 in a network that you trust",
+            fix=(
+                f"name the authority of the service's certificate ({CA_VARIABLE}), or set "
+                f"{INSECURE_VARIABLE}=1 in a network that you trust"
+            ),
         )
 
     def tls(self) -> grpc.ChannelCredentials | None:

@@ -17,7 +17,9 @@ _FIRST_SECONDS = 2.0
 
 
 class Outage:
-    """Outage of one service, logged at level WARNING: after a while, and then every `REMIND_SECONDS` until it is back. Thread-safe.
+    """Outage of one service, logged at level WARNING: after a while, and then every `REMIND_SECONDS` until it is back.
+
+    Thread-safe.
 
     Args:
         server: its address.

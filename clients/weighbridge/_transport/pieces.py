@@ -1,8 +1,8 @@
 """Encoding and decoding of messages that carry weights, with one copy of the weights instead of three.
 
-On the wire they are the protobuf messages of the contract, with their field ``data`` last: any protobuf library reads and
-writes them. Python's own would copy the data into a message, out of it again, and once more into its serialised form.
-Here the other fields go through protobuf, and the data beside it. (Encoding:
+On the wire they are the protobuf messages of the contract, with their field ``data`` last: any protobuf library reads
+and writes them. Python's own would copy the data into a message, out of it again, and once more into its serialised
+form. Here the other fields go through protobuf, and the data beside it. (Encoding:
 https://protobuf.dev/programming-guides/encoding/)
 """
 
@@ -22,7 +22,10 @@ _DATA_FIELD = 3
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _DATA_TAG = bytes([_DATA_FIELD << 3 | _LENGTH])
 _MOST_FIELDS = 64
-"""Most fields of a message: the contract's have four, and later releases may add some. Each takes a microsecond to find."""
+"""Most fields of a message: the contract's have four, and later releases may add some.
+
+Each takes a microsecond to find.
+"""
 
 
 M = TypeVar("M", bound=Message)

@@ -17,7 +17,9 @@ class OwnProcess:
         self._id = 0
 
     def check(self) -> None:
-        """Record this process if it is the first. Call it before any lock is taken: another thread may have held the lock at the fork.
+        """Record this process if it is the first.
+
+        Call it before any lock is taken: another thread may have held the lock at the fork.
 
         Raises:
             FailedPrecondition: this process was forked from the first one.
@@ -25,7 +27,10 @@ class OwnProcess:
         here = os.getpid()
         if self._id not in (0, here):
             raise FailedPrecondition(
-                f"this client was used in process {self._id}, from which process {here} was forked: its connections do not work here",
+                (
+                    f"this client was used in process {self._id}, from which process {here} was "
+                    "forked: its connections do not work here"
+                ),
                 fix="make a client in each process, after the fork, or start processes by spawn or forkserver",
             )
         self._id = here

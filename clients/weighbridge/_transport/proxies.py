@@ -1,8 +1,9 @@
 """Proxies between a client and a service: whether a connection uses one, and which.
 
-A CONNECT proxy can read connections that are not encrypted. gRPC and Python's HTTP client use the proxy of ``http_proxy`` for every
-connection, to this machine and without TLS too, so that it could read tokens and weights. Here a connection without TLS uses only the
-proxy in ``WEIGHBRIDGE_PROXY``; one with TLS uses the environment's, as other programs do; and one to this machine uses none.
+A CONNECT proxy can read connections that are not encrypted. gRPC and Python's HTTP client use the proxy of
+``http_proxy`` for every connection, to this machine and without TLS too, so that it could read tokens and weights. Here
+a connection without TLS uses only the proxy in ``WEIGHBRIDGE_PROXY``; one with TLS uses the environment's, as other
+programs do; and one to this machine uses none.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def channel_options(
 
 
 def proxy_of(server: str, *, tls: bool, environment: Mapping[str, str] | None = None) -> str:
-    """``host:port`` of the proxy of a channel, for messages; empty if it uses none. Arguments are those of `channel_options`."""
+    """``host:port`` of the proxy of a channel, for messages; empty if it uses none.
+
+    Arguments are those of `channel_options`.
+    """
     found = os.environ if environment is None else environment
     host = server.rpartition(":")[0].strip("[]").lower()
     excepted = (found.get("no_grpc_proxy") or found.get("no_proxy") or "").lower().split(",")
@@ -73,7 +77,9 @@ def opener(url: str, *handlers: urllib.request.BaseHandler) -> urllib.request.Op
 
 
 def passes_proxy(url: str) -> bool:
-    """Whether `opener` sends requests for a URL through a proxy: then the URL's host need not accept connections from here."""
+    """Whether `opener` sends requests for a URL through a proxy: then the URL's host need not accept connections from
+    here.
+    """
     import urllib.request
 
     host = urlsplit(url).hostname or ""

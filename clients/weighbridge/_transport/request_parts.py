@@ -1,8 +1,9 @@
 """Parts of a large request: messages of the same type that a service merges into one again.
 
 Protobuf merges concatenated messages: repeated fields are joined, and nested messages are merged
-(https://protobuf.dev/programming-guides/encoding/#last-one-wins). So an encoded request can be cut between its fields, and within a field
-that is a message. Only a model's file is cut within its bytes: by the contract, it goes on in a further file of the same name.
+(https://protobuf.dev/programming-guides/encoding/#last-one-wins). So an encoded request can be cut between its fields,
+and within a field that is a message. Only a model's file is cut within its bytes: by the contract, it goes on in a
+further file of the same name.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def parts(request: M) -> Iterator[M]:
 
 
 def _cut(raw: memoryview, kind: Any, most: int) -> Iterator[bytes | memoryview]:
-    """An encoded message as encoded messages of the same type, each of at most so many bytes without the tags and lengths around it."""
+    """An encoded message as encoded messages of the same type, each of at most so many bytes without the tags and
+    lengths around it.
+    """
     begin = position = 0
     while position < len(raw):
         start = position

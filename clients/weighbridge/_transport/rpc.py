@@ -55,33 +55,40 @@ CALL_SECONDS = 60.0
 """Deadline of calls that carry no weights."""
 
 ACCEPTED = "weighbridge-accepted"
-"""Key of the initial metadata that a service sends when it has accepted a stream that may stay without messages for long."""
+"""Key of the initial metadata that a service sends when it has accepted a stream that may stay without messages for
+long.
+"""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # by default gRPC widens the windows of busy streams to some 50 MB each, outside of every budget; within a data centre that is no faster
+    # by default gRPC widens the windows of busy streams to some 50 MB each, outside of every budget; within a data
+    # centre that is no faster
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
-    # a message of weights in one frame: assembled from frames of 16 KiB, a pull takes a tenth more processor time (docs/benchmarks.md)
+    # a message of weights in one frame: assembled from frames of 16 KiB, a pull takes a tenth more processor time
+    # (docs/benchmarks.md)
     ("grpc.http2.max_frame_size", 2 * MESSAGE_BYTES),
     # notice a peer that vanished without closing
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # clients resume calls themselves; with gRPC's own retries, a call whose connection breaks while it ends may never end (1.76)
+    # clients resume calls themselves; with gRPC's own retries, a call whose connection breaks while it ends may never
+    # end (1.76)
     ("grpc.enable_retries", 0),
     # a service that is restarted is back within seconds
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # a connection attempt is given up after this time and repeated: gRPC's default of 20 s is as long as clients retry at all
+    # a connection attempt is given up after this time and repeated: gRPC's default of 20 s is as long as clients retry
+    # at all
     ("grpc.min_reconnect_backoff_ms", 5_000),
 )
 
 _HTTP1 = ("http1.x server", "Failed parsing HTTP/2")
 """gRPC's messages about a port that answers in HTTP/1."""
 _CONNECTING = re.compile(
-    r"^failed to connect to all addresses; last error: \w+: (?:(?:ipv4|ipv6|unix):\S+ )?(?:Failed to connect to remote host: )?(?:connect: )?"
+    r"^failed to connect to all addresses; last error: \w+: (?:(?:ipv4|ipv6|unix):\S+ )?"
+    r"(?:Failed to connect to remote host: )?(?:connect: )?"
 )
 """gRPC's words before the reason why it cannot connect."""
 _TLS = (("handshake failed",), ("failed to connect", "Socket closed"))
@@ -144,7 +151,9 @@ def _options(server: str, credentials: Credentials) -> tuple[tuple[str, int | st
 
 
 def in_parts(channel: Any, path: str) -> Callable[..., Any]:
-    """A method that takes an encoded request in parts, and returns the encoded response; for a channel of either kind."""
+    """A method that takes an encoded request in parts, and returns the encoded response; for a channel of either
+    kind.
+    """
 
     def call(parts: Sequence[bytes], **options: Any) -> Any:
         if len(parts) == 1:  # the same on the wire, and cheaper
@@ -170,7 +179,9 @@ def streamed(
 
 
 def is_accepted(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
-    """Whether a stream's initial metadata has the sign that the service has accepted it; that of a failed call is empty."""
+    """Whether a stream's initial metadata has the sign that the service has accepted it; that of a failed call is
+    empty.
+    """
     return any(key == ACCEPTED for key, _ in metadata or ())
 
 
@@ -253,7 +264,10 @@ def _not_by_proxy(server: str, proxy: str, text: str) -> Unavailable:
     host = server.rpartition(":")[0]
     return Unavailable(
         f"the service at {server} cannot be reached through the proxy {proxy}: {_CONNECTING.sub('', text)}",
-        fix=f"let the proxy pass connections to {server}, or bypass it: add {host} to no_proxy, or unset {proxies.PROXY_VARIABLE} if that names it",
+        fix=(
+            f"let the proxy pass connections to {server}, or bypass it: add {host} to no_proxy, or "
+            f"unset {proxies.PROXY_VARIABLE} if that names it"
+        ),
         worth_retrying=_PROXY_SECONDS if _PROXY_FORBIDS.search(text) else math.inf,
     )
 
@@ -289,7 +303,9 @@ class Patience:
 
 
 def connect_within(channel: grpc.Channel, seconds: float) -> None:
-    """Pause in which a channel may connect: it only does so while a thread polls it, and calls that fail at once poll too briefly."""
+    """Pause in which a channel may connect: it only does so while a thread polls it, and calls that fail at once poll
+    too briefly.
+    """
     until = time.monotonic() + seconds
     with suppress(grpc.RpcError, ValueError):  # the latter if the channel has been closed
         channel.unary_unary(_HEALTH, None, None)(b"", timeout=seconds, wait_for_ready=True)

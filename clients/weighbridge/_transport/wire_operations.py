@@ -43,9 +43,7 @@ class Messages(Generic[Answer]):
 
     def arguments(self, request: Any) -> dict[str, Any]:
         """The arguments in a request. Raises the dataclasses' errors for values out of bounds."""
-        return {
-            each.name: _argument(each.kind, getattr(request, each.name)) for each in self._operation.takes
-        }
+        return {each.name: _argument(each.kind, getattr(request, each.name)) for each in self._operation.takes}
 
     def response(self, answer: Any, next_page: str = "") -> Message:
         """The response for an answer; for a list, with the token of the next page."""
@@ -64,9 +62,7 @@ class Messages(Generic[Answer]):
         """The answer in a response: a value, or a list of values."""
         gives, within = self._operation.gives, self._operation.within
         found = getattr(response, within) if within else response
-        return (
-            [wire.read(gives, each) for each in found] if self._operation.order else wire.read(gives, found)
-        )
+        return [wire.read(gives, each) for each in found] if self._operation.order else wire.read(gives, found)
 
 
 @functools.cache
@@ -78,9 +74,7 @@ def messages_of(operation: Operation[Answer]) -> Messages[Answer]:
 def descriptor_of(operation: Entry) -> MethodDescriptor:
     """An operation's method in the contract. Raises KeyError."""
     package = model_service_pb2.DESCRIPTOR.package
-    found: MethodDescriptor = model_service_pb2.DESCRIPTOR.pool.FindMethodByName(
-        f"{package}.{operation.method}"
-    )
+    found: MethodDescriptor = model_service_pb2.DESCRIPTOR.pool.FindMethodByName(f"{package}.{operation.method}")
     return found
 
 

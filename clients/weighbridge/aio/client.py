@@ -32,12 +32,14 @@ __all__ = ["AsyncEngineClient"]
 
 
 class AsyncEngineClient(AsyncOperationMethods):
-    """Asyncio client of an engine; one for each rank. It has the methods of `weighbridge.EngineClient` that an agent needs.
+    """Asyncio client of an engine; one for each rank.
+
+    It has the methods of `weighbridge.EngineClient` that an agent needs.
 
     It belongs to the event loop on which it is first used.
 
-    Every method may be cancelled, so ``asyncio.timeout`` can set a deadline for any of them. The methods raise the errors of
-    `weighbridge.errors`.
+    Every method may be cancelled, so ``asyncio.timeout`` can set a deadline for any of them. The methods raise the
+    errors of `weighbridge.errors`.
 
     Args:
         server: ``host:port`` of the service's gRPC server, or several addresses, as for `weighbridge.Client`.
@@ -77,7 +79,10 @@ class AsyncEngineClient(AsyncOperationMethods):
         return self._connection.retry_seconds
 
     async def close(self) -> None:
-        """Close all connections. Calls in flight fail. Tensors that are views of a version stay valid until they are garbage-collected."""
+        """Close all connections. Calls in flight fail.
+
+        Tensors that are views of a version stay valid until they are garbage-collected.
+        """
         if self._connection.closed:
             return
         self._connection.stop()
@@ -127,23 +132,20 @@ class AsyncEngineClient(AsyncOperationMethods):
         limit: int | None = None,
     ) -> list[Version]:
         """Return a model's versions, newest first, as `Client.versions` does."""
-        listing = version_calls.list_versions(
-            model, include_invisible=include_invisible, where=where, limit=limit
-        )
+        listing = version_calls.list_versions(model, include_invisible=include_invisible, where=where, limit=limit)
         return await self._connection.run(listing)
 
     async def refs(self, model: str) -> dict[str, int]:
         """Return the version number of each ref."""
         return dict((await self._connection.run(ask(table.LIST_REFS, model=model))).refs)
 
-    async def approve(
-        self, model: str, version: str | int | None = None, *, note: str = "", by: str = ""
-    ) -> Version:
+    async def approve(self, model: str, version: str | int | None = None, *, note: str = "", by: str = "") -> Version:
         """Approve a version, so that it is no longer held, as `Client.approve` does."""
         return await self._connection.run(version_calls.approve(model, version, by=by, note=note))
 
     async def watch(self, model: str, ref: str | None = None) -> AsyncGenerator[Version, None]:
-        """Yield the version that a ref names now, then each version to which it moves, without end, as `Client.watch` does.
+        """Yield the version that a ref names now, then each version to which it moves, without end, as `Client.watch`
+        does.
 
         Examples:
             >>> versions = client.watch("acme/smol", "latest")
@@ -190,16 +192,20 @@ class AsyncEngineClient(AsyncOperationMethods):
         *,
         dtype: str | torch.dtype | None = None,
     ) -> AsyncPull:
-        """Pull slices of a version. Only their bytes are transferred. The pull starts when the result is awaited or iterated over.
+        """Pull slices of a version. Only their bytes are transferred.
+
+        The pull starts when the result is awaited or iterated over.
 
         Args:
             model: ``namespace/name``.
             version: a number or a ref; by default the latest.
             layout: `FullTensors` (the default), `TensorParallel` or `Boxes`.
-            dtype: dtype to which the service casts floating-point tensors before it sends them, such as ``bf16``; None does not cast.
+            dtype: dtype to which the service casts floating-point tensors before it sends them, such as ``bf16``; None
+                does not cast.
 
         Returns:
-            The pull, which yields ``(name, tensor)`` in ``async for name, tensor in client.pull(...)``; see `AsyncPull`.
+            The pull, which yields ``(name, tensor)`` in ``async for name, tensor in client.pull(...)``; see
+            `AsyncPull`.
 
         Examples:
             >>> async for name, tensor in client.pull("acme/smol", layout=FullTensors(("model.norm.weight",))):

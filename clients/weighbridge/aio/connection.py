@@ -1,4 +1,7 @@
-"""Connection of an asyncio client. It makes control calls on the event loop, with the same retries and failover as the blocking client."""
+"""Connection of an asyncio client.
+
+It makes control calls on the event loop, with the same retries and failover as the blocking client.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +43,7 @@ class AsyncConnection:
         threads: threads for computations that would block the loop.
     """
 
-    def __init__(
-        self, addresses: Addresses, credentials: Credentials, retry_seconds: float, threads: Threads
-    ) -> None:
+    def __init__(self, addresses: Addresses, credentials: Credentials, retry_seconds: float, threads: Threads) -> None:
         self.addresses = addresses
         self._credentials = credentials
         self.retry_seconds = retry_seconds
@@ -79,12 +80,12 @@ class AsyncConnection:
     async def responses(
         self, path: str, request: bytes, decode: Callable[[bytes], T]
     ) -> AsyncGenerator[T | None, None]:
-        """Yield the responses of a stream without weights. If the service reports that it has accepted the call, yield None before them.
-        The call ends when the iteration ends.
+        """Yield the responses of a stream without weights. If the service reports that it has accepted the call, yield
+        None before them. The call ends when the iteration ends.
 
         Raises:
-            WeighbridgeError: the service returned an error. It is Unavailable if the connection broke; the next call then uses the next
-                address.
+            WeighbridgeError: the service returned an error. It is Unavailable if the connection broke; the next call
+                then uses the next address.
         """
         address = self.addresses.current
         try:

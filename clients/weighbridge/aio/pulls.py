@@ -63,8 +63,9 @@ class Carrier:
 class AsyncPull:
     """A pull that has not started yet. ``async for name, tensor in pull`` yields each tensor as soon as it is complete.
 
-    It yields the same tensors as `weighbridge.Pull`. Iterating again pulls the same version again. If the task is cancelled or the
-    iteration is closed, the pull cancels calls in flight, releases borrowed memory, and no longer writes to tensors.
+    It yields the same tensors as `weighbridge.Pull`. Iterating again pulls the same version again. If the task is
+    cancelled or the iteration is closed, the pull cancels calls in flight, releases borrowed memory, and no longer
+    writes to tensors.
 
     Attributes:
         lane: lane of the tensors, ``local`` or ``grpc``; empty before it is chosen.
@@ -90,7 +91,9 @@ class AsyncPull:
         return f"<AsyncPull of {self._plan.version}: {described(self._plan)}{lane}>"
 
     async def plan(self) -> PullPlan:
-        """Resolve the version and its slices. The version does not change if the ref moves later. All other methods do this first.
+        """Resolve the version and its slices. The version does not change if the ref moves later.
+
+        All other methods do this first.
 
         Raises:
             NotFound: the model, version, ref or tensor does not exist.
@@ -106,14 +109,13 @@ class AsyncPull:
             async for each in found:
                 yield each
 
-    async def filled(
-        self, tensor_for: Callable[[int], torch.Tensor]
-    ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Pull into tensors that the caller provides, while the caller iterates over the result, as `weighbridge.Pull.filled` does.
+    async def filled(self, tensor_for: Callable[[int], torch.Tensor]) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """Pull into tensors that the caller provides, while the caller iterates over the result, as
+        `weighbridge.Pull.filled` does.
 
         Args:
-            tensor_for: returns the tensor for a placement of the plan's layout, given its index. The tensor may be on any device. Other
-                threads call the function, one call at a time.
+            tensor_for: returns the tensor for a placement of the plan's layout, given its index. The tensor may be on
+                any device. Other threads call the function, one call at a time.
         """
         async with self._transfer() as transfer:
             steps = partial(transfer.filled, tensor_for)
@@ -150,8 +152,8 @@ class AsyncPull:
         """Pull into tensors that the caller provides.
 
         Args:
-            tensor_for: returns the tensor for a placement of the plan's layout, given its index. The tensor may be on any device. Other
-                threads call the function, one call at a time.
+            tensor_for: returns the tensor for a placement of the plan's layout, given its index. The tensor may be on
+                any device. Other threads call the function, one call at a time.
         """
         await self._fill(await self.plan(), lambda filled: filled(tensor_for))
 

@@ -1,7 +1,8 @@
 """Threads of an asyncio client for work that would block its event loop: copies, checksums, and blocking sockets.
 
-The loop itself could receive pieces at the same rate, but would be blocked two to three times as often (``make bench-asyncio``). A copy to
-a GPU, or a slice that is gathered from shared memory, would block it for its whole duration.
+The loop itself could receive pieces at the same rate, but would be blocked two to three times as often
+(``make bench-asyncio``). A copy to a GPU, or a slice that is gathered from shared memory, would block it for its whole
+duration.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from weighbridge.errors import Unavailable
 T = TypeVar("T")
 
 _MOST_THREADS = 32
-"""Maximum number of concurrent steps. Other steps wait until one ends, which takes no longer than the arrival of its bytes."""
+"""Maximum number of concurrent steps.
+
+Other steps wait until one ends, which takes no longer than the arrival of its bytes.
+"""
 
 
 class Threads:
@@ -46,7 +50,10 @@ class Threads:
             raise
 
     async def run_or_leave(self, work: Callable[[], T]) -> T:
-        """Run work in a thread. If the task is cancelled, the work continues without it, and its result is discarded."""
+        """Run work in a thread.
+
+        If the task is cancelled, the work continues without it, and its result is discarded.
+        """
         _, result = self._submit(work)
         return await asyncio.shield(result)
 
@@ -65,7 +72,10 @@ class Threads:
 
 
 async def _ended(result: asyncio.Future[T]) -> None:
-    """Wait until work has ended, even if the task is cancelled again. The caller raises CancelledError after that in any case."""
+    """Wait until work has ended, even if the task is cancelled again.
+
+    The caller raises CancelledError after that in any case.
+    """
     while not result.done():
         try:
             await asyncio.wait([result])

@@ -82,9 +82,7 @@ class Chosen:
         """Parse a choice that a user wrote: ``PATTERN`` or ``PATTERN@REF``. Raises InvalidArgument."""
         pattern, apart, ref = text.partition("@")
         if not pattern or (apart and not ref) or ref.isdecimal():
-            raise InvalidArgument(
-                f"{text!r} is not a pattern of adapters", fix="write 'acme/*', or 'acme/*@live'"
-            )
+            raise InvalidArgument(f"{text!r} is not a pattern of adapters", fix="write 'acme/*', or 'acme/*@live'")
         return Chosen(pattern, ref or REF_LATEST)
 
 
@@ -106,8 +104,8 @@ def named_by(chosen: Sequence[Chosen], models: Sequence[Model]) -> dict[tuple[st
 def due(
     wanted: Mapping[tuple[str, str], int], done: Mapping[tuple[str, str], int]
 ) -> Iterator[tuple[tuple[str, str], int]]:
-    """Refs that have moved since they were last examined, with the versions that they name now. An adapter that the engine has since dropped is not
-    loaded again, because the engine evicts adapters by their use.
+    """Refs that have moved since they were last examined, with the versions that they name now. An adapter that the
+    engine has since dropped is not loaded again, because the engine evicts adapters by their use.
     """
     for key, number in wanted.items():
         if done.get(key) != number:
@@ -115,8 +113,8 @@ def due(
 
 
 def _unloaded(before: Serving | None, now: Serving | None) -> bool:
-    """Whether the engine has dropped all adapters between two checks: it was restarted, or received a version, even the same one, for example by a
-    wake-up or by an update and its reversal.
+    """Whether the engine has dropped all adapters between two checks: it was restarted, or received a version, even the
+    same one, for example by a wake-up or by an update and its reversal.
     """
     if before is None or now is None:
         return True
@@ -126,8 +124,8 @@ def _unloaded(before: Serving | None, now: Serving | None) -> bool:
 class LoadsAhead:
     """Preloads adapters into an engine until closed, in parallel with the agent that updates its base.
 
-    Each version is tried once for each base version that the engine serves; a request that names it tries again. Adapters of other base versions are
-    skipped until the engine serves theirs.
+    Each version is tried once for each base version that the engine serves; a request that names it tries again.
+    Adapters of other base versions are skipped until the engine serves theirs.
 
     Args:
         client: of the service.

@@ -66,11 +66,15 @@ class Followed(JsonValue):
         behind: number of versions from the served one up to the one that the ref names, if the service reported it.
         waits: whether the engine sleeps and its wake-up will apply the version.
         parts: parts of a successful update in seconds, by the names of `step_parts.OF_AGENT`.
-        proof: ``proved``, ``proved in part``, ``failed``, or ``not proved`` if a due proof could not be made; empty if none was due.
-        golden: ``within bound``, ``above bound``, ``no bound`` or ``not answered``; empty if the version has no golden prompts, or they were not due.
+        proof: ``proved``, ``proved in part``, ``failed``, or ``not proved`` if a due proof could not be made; empty if
+            none was due.
+        golden: ``within bound``, ``above bound``, ``no bound`` or ``not answered``; empty if the version has no golden
+            prompts, or they were not due.
         drift: largest difference of log probabilities on golden prompts; None if there is none.
-        drafter: the drafter's version, such as ``acme/smol-eagle@5``, if the drafter is a separate model from the service; otherwise empty.
-        stale: weights of the engine that do not belong to the served version, such as a drafter's; empty if there are none.
+        drafter: the drafter's version, such as ``acme/smol-eagle@5``, if the drafter is a separate model from the
+            service; otherwise empty.
+        stale: weights of the engine that do not belong to the served version, such as a drafter's; empty if there are
+            none.
     """
 
     model: str
@@ -100,23 +104,26 @@ class Follower:
         ref: which ref to follow.
         force: whether the engine may currently serve a different model.
         retry_seconds: pause before a version is retried, doubled each time.
-        required: signers who must all have signed a version before any of it is fetched. An unsigned version is refused, and applied once it is
-            signed, if the ref still names it.
+        required: signers who must all have signed a version before any of it is fetched. An unsigned version is
+            refused, and applied once it is signed, if the ref still names it.
         signed_seconds: pause between two checks of the signatures.
-        look_seconds: pause between two checks whether the engine still serves the version. An engine that was restarted with another version, or a
-            server with a new engine, is updated again.
+        look_seconds: pause between two checks whether the engine still serves the version. An engine that was restarted
+            with another version, or a server with a new engine, is updated again.
         reporter: receives the engine's state; None for no reports.
-        prove_every: prove at the start and after this many updates that the engine computes with the version's bytes; 0 for never. If a version fails
-            its proof, it counts as not applied, and is applied again. See `DueProofs`.
-        golden: checks with the golden prompts of a version, at the start and after each update. Drift above the bound counts as a failed proof.
-        draft: model and ref of the engine's drafter, if it is a separate model. The engine should have the versions that both refs name: when either
-            moves, both are prepared, and applied in one pause or not at all.
-        leaves_draft: whether the engine applies a version even if the drafter's version cannot be applied; the drafter then stays unchanged.
-        ask_token: request one token from the engine after each update, and measure the time until its response: the part ``answer`` of a step.
+        prove_every: prove at the start and after this many updates that the engine computes with the version's bytes; 0
+            for never. If a version fails its proof, it counts as not applied, and is applied again. See `DueProofs`.
+        golden: checks with the golden prompts of a version, at the start and after each update. Drift above the bound
+            counts as a failed proof.
+        draft: model and ref of the engine's drafter, if it is a separate model. The engine should have the versions
+            that both refs name: when either moves, both are prepared, and applied in one pause or not at all.
+        leaves_draft: whether the engine applies a version even if the drafter's version cannot be applied; the drafter
+            then stays unchanged.
+        ask_token: request one token from the engine after each update, and measure the time until its response: the
+            part ``answer`` of a step.
 
     Raises:
-        InvalidArgument: an option requires a capability that the engine's driver lacks: proofs require `GivesEvidence`, a drafter `TakesDrafter`, and
-            a token request `AnswersToken`.
+        InvalidArgument: an option requires a capability that the engine's driver lacks: proofs require `GivesEvidence`,
+            a drafter `TakesDrafter`, and a token request `AnswersToken`.
 
     Examples:
         >>> follower = Follower(engine, "acme/smol", driver, "latest")
@@ -158,9 +165,7 @@ class Follower:
         self._judged: dict[str, tuple[tuple[int, tuple[Signature, ...]], str]] = {}
         self._heard_s: float | None = None
         if draft is not None and not isinstance(engine, TakesDrafter):
-            raise InvalidArgument(
-                f"{type(engine).__name__} does not accept a drafter that is a separate model"
-            )
+            raise InvalidArgument(f"{type(engine).__name__} does not accept a drafter that is a separate model")
         self._draft_ref, self._draft, self._leaves_draft = draft, "", leaves_draft
         self._draft_problem = ""
         if ask_token and not isinstance(engine, AnswersToken):
@@ -172,8 +177,9 @@ class Follower:
         self._news: Version | None = None
 
     def run(self) -> Iterator[Followed]:
-        """Follow forever. Yields the version that the engine has at the start, if it is the ref's, and then each update or failure. If the engine
-        already has a version without the required signatures, the version stays and is reported. A restarted engine is updated again.
+        """Follow forever. Yields the version that the engine has at the start, if it is the ref's, and then each update
+        or failure. If the engine already has a version without the required signatures, the version stays and is
+        reported. A restarted engine is updated again.
 
         Raises:
             NotFound: the model was deleted. If it is not registered yet, the agent waits for it.
@@ -187,11 +193,7 @@ class Follower:
             if news is not None and news[0] == RECEIVING:
                 self._prepare_early(news[1].number)
                 continue
-            if (
-                news is not None
-                and self._draft_ref is not None
-                and self._draft_ref == (news[1].model, news[0])
-            ):
+            if news is not None and self._draft_ref is not None and self._draft_ref == (news[1].model, news[0]):
                 self._draft = label(news[1].model, news[1].number)
             elif news is not None:
                 newest = news[1]
@@ -208,7 +210,9 @@ class Follower:
                         yield from self._insist(newest)  # it may differ from the proved version
 
     def _watched(self) -> list[tuple[str, str]]:
-        """The refs; and the version that is being received, if the ref will name it once it is ready and the engine can begin to fetch it."""
+        """The refs; and the version that is being received, if the ref will name it once it is ready and the engine can
+        begin to fetch it.
+        """
         if self._draft_ref is not None:  # two versions are not staged while they arrive
             return [self._draft_ref, (self._model, self._ref)]
         early = isinstance(self._engine, PreparesEarly) and self._ref == REF_LIVE and not self._required
@@ -266,9 +270,7 @@ class Follower:
             self._unanswered = serving.version, ""
         elif serving.version != before.version:
             had = "no version" if before.version is None else f"version {before.version}"
-            problem = (
-                serving.broken or f"the engine served {had} before, and this agent has not updated it since"
-            )
+            problem = serving.broken or f"the engine served {had} before, and this agent has not updated it since"
             self._say(state=ENGINE_FAILING, version=serving.version or 0, target=0, error=problem)
         if serving.instances == before.instances:
             # a wake-up failed to apply the waiting version, or even lost the engine's previous one
@@ -313,7 +315,9 @@ class Follower:
         return now is not None and label(self._draft_ref[0], now) != self._draft
 
     def _unsigned(self, number: int) -> str:
-        """Reason why a version, or the drafter's version, does not count as signed; empty if both are signed or need no signature."""
+        """Reason why a version, or the drafter's version, does not count as signed; empty if both are signed or need no
+        signature.
+        """
         if not self._required:
             return ""
         wanted = [(self._model, number)]
@@ -339,8 +343,9 @@ class Follower:
         return ""
 
     def _begin(self) -> None:
-        """Refuse an engine of another model: its clients would get responses from this model's weights, or the weights would not fit. An engine of
-        this model receives the label of its version immediately, even if the service is unreachable.
+        """Refuse an engine of another model: its clients would get responses from this model's weights, or the weights
+        would not fit. An engine of this model receives the label of its version immediately, even if the service is
+        unreachable.
         """
         serving = quietly(self._serving)
         if serving is None:
@@ -371,7 +376,10 @@ class Follower:
                 return
 
     def _wait_reached(self, number: int) -> bool:
-        """Wait for an engine that does not respond, as long as the ref names this version. Returns whether it responds."""
+        """Wait for an engine that does not respond, as long as the ref names this version.
+
+        Returns whether it responds.
+        """
         while True:
             time.sleep(self._retry_seconds)
             if named(self._client, self._model, self._ref) not in (number, None):
@@ -415,11 +423,7 @@ class Follower:
         laps.end("confirm")
         if version == number and not problem and not waits:
             self._measure_token(number, laps)
-        proof = (
-            Proved()
-            if problem
-            else self._proofs.after_update(number, later="the engine sleeps" if waits else "")
-        )
+        proof = Proved() if problem else self._proofs.after_update(number, later="the engine sleeps" if waits else "")
         problem = problem or proof.problem
         asked = Asked() if problem or waits else self._ask_golden(number)
         problem = problem or asked.problem
@@ -457,7 +461,9 @@ class Follower:
             laps.end("answer")
 
     def _prepare(self, number: int) -> Prepared:
-        """Prepare a version together with the drafter's version, or without it if that fails and the drafter may be left behind."""
+        """Prepare a version together with the drafter's version, or without it if that fails and the drafter may be
+        left behind.
+        """
         self._draft_problem = ""
         if self._draft_ref is None or not isinstance(self._engine, TakesDrafter):
             return self._engine.prepare(number)
@@ -481,9 +487,7 @@ class Follower:
         asked = self._golden.check(self._client, self._engine, self._news, self._required)
         unanswered = (number, asked.unanswered) if asked.unanswered else (0, "")
         if asked.unanswered and unanswered != self._unanswered:
-            log.warning(
-                "the engine has not answered the golden prompts of version %d: %s", number, asked.unanswered
-            )
+            log.warning("the engine has not answered the golden prompts of version %d: %s", number, asked.unanswered)
         self._unanswered = unanswered
         self._say(golden_version=number if asked.verdict else 0, **asked.facts)
         return asked
@@ -509,9 +513,7 @@ class Follower:
             return
         if proved.problem:
             self._say(state=ENGINE_FAILING, version=number, target=0, error=proved.problem)
-        yield Followed(
-            self._model, number, number, error=proved.problem, proof=proved.verdict, drafter=self._drafter
-        )
+        yield Followed(self._model, number, number, error=proved.problem, proof=proved.verdict, drafter=self._drafter)
 
     def _say_done(self, done: Followed, ended_s: float) -> None:
         """Report an update or an attempted update.
@@ -540,7 +542,9 @@ class Follower:
 
     @property
     def _stale(self) -> str:
-        """Weights that do not belong to the served version, according to the engine's last report, and why its drafter was left behind."""
+        """Weights that do not belong to the served version, according to the engine's last report, and why its drafter
+        was left behind.
+        """
         said = "" if self._seen is None else self._seen.stale
         return "; ".join(filter(None, (said, self._draft_problem)))
 
@@ -556,9 +560,7 @@ class Follower:
     def _say(self, **changes: Any) -> None:
         if self._reporter is not None:
             drafted: dict[str, Any] = (
-                {}
-                if self._seen is None or not (self._seen.draft or self._draft_ref)
-                else {"drafter": self._seen.draft}
+                {} if self._seen is None or not (self._seen.draft or self._draft_ref) else {"drafter": self._seen.draft}
             )
             self._reporter.say(**drafted, **changes)
 
@@ -572,7 +574,9 @@ class Follower:
 
 
 def _has_got_it_again(before: Serving, now: Serving) -> bool:
-    """Test whether the engine received its version again, not from an agent: a wake-up restores weights that sleep discarded."""
+    """Test whether the engine received its version again, not from an agent: a wake-up restores weights that sleep
+    discarded.
+    """
     same = now.version == before.version and now.instances == before.instances
     return same and now.brought != before.brought
 
@@ -585,8 +589,6 @@ def _golden_of(asked: Asked) -> dict[str, Any]:
 def _with_what_is_served(problem: str, number: int, serving: Serving) -> str:
     """Reason why an engine does not serve its target version: the failure, and the engine's own report."""
     found = serving.broken or (
-        ""
-        if problem
-        else f"the engine serves version {serving.version} and not {number}, after both were applied"
+        "" if problem else f"the engine serves version {serving.version} and not {number}, after both were applied"
     )
     return problem if found in problem else "\n".join(filter(None, (problem, found)))

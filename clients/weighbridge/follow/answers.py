@@ -1,4 +1,7 @@
-"""HTTP API of an engine. A response that is truncated, not JSON or malformed counts as an error of the engine; it does not end an agent."""
+"""HTTP API of an engine.
+
+A response that is truncated, not JSON or malformed counts as an error of the engine; it does not end an agent.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ from weighbridge.follow.engines import EngineFailed
 
 _MOST_SAID, _LONGEST_PAGE = 200, 500
 _NOT_FOUND = b'"type": "NotFound"'
-"""Name of the error in a response of one of weighbridge's routes if the named object does not exist. The route itself exists."""
+"""Name of the error in a response of one of weighbridge's routes if the named object does not exist.
+
+The route itself exists.
+"""
 _FORM = ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError
 """Errors of code that reads a malformed response."""
 
@@ -60,7 +66,8 @@ def _kept(connection: http.client.HTTPConnection) -> http.client.HTTPConnection:
 def abandon(url: str) -> None:
     """End all pending calls of `ask` to a server: each raises OSError.
 
-    A server that shuts down waits for open connections. Some calls to a vLLM server never get a response after its engine died.
+    A server that shuts down waits for open connections. Some calls to a vLLM server never get a response after its
+    engine died.
 
     Args:
         url: an address of the server; only its host and port are used.
@@ -102,9 +109,7 @@ def ask(request: urllib.request.Request, timeout: float) -> HttpAnswer:
     """
     try:
         try:
-            with opener(request.full_url, _HttpCalls(), _HttpsCalls()).open(
-                request, timeout=timeout
-            ) as answer:
+            with opener(request.full_url, _HttpCalls(), _HttpsCalls()).open(request, timeout=timeout) as answer:
                 return HttpAnswer(answer.status, answer.read())
         except urllib.error.HTTPError as error:
             with error:
@@ -130,7 +135,10 @@ def understood(where: str) -> Iterator[None]:
     except _FORM as error:
         raise EngineFailed(
             f"{where} returned an unexpected response: {shortened(repr(error), _MOST_SAID)}",
-            fix="check that the address is the engine's own, and that the same release of weighbridge is installed where it runs",
+            fix=(
+                "check that the address is the engine's own, and that the same release of "
+                "weighbridge is installed where it runs"
+            ),
         ) from error
 
 

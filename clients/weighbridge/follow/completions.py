@@ -1,4 +1,6 @@
-"""Builds requests to vLLM and SGLang servers for one token, or for the log probabilities of given tokens, and parses the responses. Pure."""
+"""Builds requests to vLLM and SGLang servers for one token, or for the log probabilities of given tokens, and parses
+the responses. Pure.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ def check_vllm_token(answer: Any) -> None:
 
 
 def vllm_last(tokens: Sequence[int]) -> dict[str, Any]:
-    """Body for ``/v1/completions``: generate one token after all but the last. Only the last token is allowed, and vLLM returns its log probability
-    from before the restriction (``--logprobs-mode raw_logprobs``, its default).
+    """Body for ``/v1/completions``: generate one token after all but the last. Only the last token is allowed, and vLLM
+    returns its log probability from before the restriction (``--logprobs-mode raw_logprobs``, its default).
     """
     return {
         **_VLLM_ONE,
@@ -36,7 +38,9 @@ def vllm_last(tokens: Sequence[int]) -> dict[str, Any]:
 
 
 def vllm_whole(tokens: Sequence[int]) -> dict[str, Any]:
-    """Body for ``/v1/completions``: the log probability of each token of a prompt. vLLM computes the whole prompt for that, without the prefix cache."""
+    """Body for ``/v1/completions``: the log probability of each token of a prompt. vLLM computes the whole prompt for
+    that, without the prefix cache.
+    """
     return {**_VLLM_ONE, "prompt": list(tokens), "prompt_logprobs": 0}
 
 
@@ -68,7 +72,10 @@ def check_sglang_token(answer: Any) -> None:
 
 
 def sglang_last(tokens: Sequence[int]) -> dict[str, Any]:
-    """Body for ``/generate``: the log probability of the last token given the others. SGLang uses its prefix cache for the others."""
+    """Body for ``/generate``: the log probability of the last token given the others.
+
+    SGLang uses its prefix cache for the others.
+    """
     return {
         "input_ids": list(tokens[:-1]),
         "sampling_params": _SGLANG_ONE,
@@ -78,7 +85,10 @@ def sglang_last(tokens: Sequence[int]) -> dict[str, Any]:
 
 
 def sglang_whole(tokens: Sequence[int]) -> dict[str, Any]:
-    """Body for ``/generate``: the log probability of each token of a prompt. SGLang computes all from ``logprob_start_len`` on."""
+    """Body for ``/generate``: the log probability of each token of a prompt.
+
+    SGLang computes all from ``logprob_start_len`` on.
+    """
     return {
         "input_ids": list(tokens),
         "sampling_params": _SGLANG_ONE,

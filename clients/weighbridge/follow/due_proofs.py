@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 10.0, 600.0
-"""Wait before a failed attempt at a proof is retried, doubled each time, because each attempt makes the engine compute digests."""
+"""Wait before a failed attempt at a proof is retried, doubled each time, because each attempt makes the engine compute
+digests.
+"""
 _NOT_COMPARED = "the engine was never compared with a load by its own loader"
 
 
@@ -41,9 +43,10 @@ class Proved:
 class DueProofs:
     """Makes the proofs of one engine that are due.
 
-    An update and its proof use the same recording to locate bytes, so an error in the recording would stay undetected. Therefore the first proof of
-    parameters that were placed by an untested recording pauses the engine for a load with the engine's own loader, and compares the results. The
-    engine's machine remembers the comparison. If an engine does not support this comparison, it is proved in part.
+    An update and its proof use the same recording to locate bytes, so an error in the recording would stay undetected.
+    Therefore the first proof of parameters that were placed by an untested recording pauses the engine for a load with
+    the engine's own loader, and compares the results. The engine's machine remembers the comparison. If an engine does
+    not support this comparison, it is proved in part.
 
     Args:
         client: of the service.
@@ -56,9 +59,7 @@ class DueProofs:
         InvalidArgument: proofs are enabled, but the engine's driver provides no evidence (`GivesEvidence`).
     """
 
-    def __init__(
-        self, client: EngineClient, model: str, engine: Engine, every: int, say: Callable[..., None]
-    ) -> None:
+    def __init__(self, client: EngineClient, model: str, engine: Engine, every: int, say: Callable[..., None]) -> None:
         self._evidence = engine.evidence if isinstance(engine, GivesEvidence) else None
         if every and self._evidence is None:
             raise InvalidArgument(
@@ -138,9 +139,7 @@ class DueProofs:
         return self._say_not_proved(number, why)
 
     def _say_not_proved(self, number: int, why: str) -> Proved:
-        self._say(
-            proved_version=number, proof=NOT_PROVED, proof_error=f"version {number} is not proved: {why}"
-        )
+        self._say(proved_version=number, proof=NOT_PROVED, proof_error=f"version {number} is not proved: {why}")
         return Proved(NOT_PROVED)
 
     def _proof(self, number: int) -> Proof:

@@ -22,7 +22,9 @@ _FIRST_POLL_SECONDS, _POLL_SECONDS = 0.005, 0.1
 WhenAsleep = Literal["wait", "refuse"]
 WAIT: WhenAsleep = "wait"
 REFUSE: Literal["refuse"] = "refuse"
-"""Policy for an update of an engine whose weights have no memory: the update waits for the wake-up, which applies it, or the engine refuses it."""
+"""Policy for an update of an engine whose weights have no memory: the update waits for the wake-up, which applies it,
+or the engine refuses it.
+"""
 StaleDrafter = Literal["refuse", "allow"]
 ALLOW: StaleDrafter = "allow"
 """Policy for an update that leaves the drafter of an engine with speculative decoding behind."""
@@ -62,7 +64,10 @@ class EngineFailed(WeighbridgeError):
 
 
 def attempt(step: Callable[[], T]) -> tuple[T | None, WeighbridgeError | None]:
-    """Result of a step of an update, or the error that it raised. Errors that do not belong to this project are converted."""
+    """Result of a step of an update, or the error that it raised.
+
+    Errors that do not belong to this project are converted.
+    """
     try:
         return step(), None
     except WeighbridgeError as error:
@@ -81,7 +86,8 @@ class Prepared:
     Attributes:
         nbytes: bytes that all of the engine's ranks have fetched.
         seconds: from when the first of them began until the last one had them.
-        early_seconds: how much of that had passed when the version was requested, because they began while it was still being received.
+        early_seconds: how much of that had passed when the version was requested, because they began while it was still
+            being received.
     """
 
     nbytes: int
@@ -94,15 +100,17 @@ class Serving:
     """State of an engine.
 
     Attributes:
-        version: number of the version that all of its ranks report; None if they do not know, or report different versions.
+        version: number of the version that all of its ranks report; None if they do not know, or report different
+            versions.
         broken: why its parameters belong to no version; empty if they do.
         model: model of that version, as ``namespace/name``; empty if not known.
         instances: the starts of its ranks; empty for an engine that does not distinguish them.
         waiting: number of the version that the engine's wake-up will apply; None if there is none.
         stale: weights of the engine that do not belong to that version, such as a drafter's; empty if there are none.
-        draft: the version of the drafter, such as ``acme/smol-eagle@5``, if it is a separate model from the service; otherwise empty.
-        brought: number of versions that its ranks have received since they were started, all of them together; 0 for an engine that
-            does not report it.
+        draft: the version of the drafter, such as ``acme/smol-eagle@5``, if it is a separate model from the service;
+            otherwise empty.
+        brought: number of versions that its ranks have received since they were started, all of them together; 0 for an
+            engine that does not report it.
     """
 
     version: int | None
@@ -164,7 +172,8 @@ class TakesDrafter(Protocol):
     """Driver of an engine whose drafter can be a separate model.
 
     Attributes:
-        draft: the drafter's version that accompanies each version from now on, such as ``acme/smol-eagle@5``; empty to name none.
+        draft: the drafter's version that accompanies each version from now on, such as ``acme/smol-eagle@5``; empty to
+            name none.
     """
 
     draft: str
@@ -223,7 +232,8 @@ def check_same_ranks(asked: Ranks, answered: Ranks) -> None:
     if _instances(asked) != _instances(answered):
         raise FailedPrecondition(
             "the ranks that responded are not those that were asked to prepare",
-            fix="if the engine was restarted, wait until it is up; if several servers share its address, as behind a router, run an agent for each "
+            fix="if the engine was restarted, wait until it is up; if several servers share its "
+            "address, as behind a router, run an agent for each "
             "server, with the server's own address",
         )
 
@@ -242,8 +252,9 @@ def wait_prepared(
         draft: the drafter's version to prepare with it; empty if none was named.
 
     Raises:
-        FailedPrecondition: a rank cannot load the version, or its bytes did not arrive; states why. Or another version was requested meanwhile, or
-            applied by a wake-up. Or the responses come from other ranks than those that received the request.
+        FailedPrecondition: a rank cannot load the version, or its bytes did not arrive; states why. Or another version
+            was requested meanwhile, or applied by a wake-up. Or the responses come from other ranks than those that
+            received the request.
         DeadlineExceeded: the timeout has passed.
     """
     deadline, pause = time.monotonic() + timeout, _FIRST_POLL_SECONDS
@@ -267,7 +278,10 @@ def wait_prepared(
                 f"{name} prepares {other}, not version {number}"
                 if other
                 else f"{name} no longer prepares version {number}",
-                fix="let only one agent update an engine; if the engine was asleep, its wake-up comes first, and its log shows the version that this applied",
+                fix=(
+                    "let only one agent update an engine; if the engine was asleep, its wake-up "
+                    "comes first, and its log shows the version that this applied"
+                ),
             )
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"version {number} was not prepared within {timeout:g} s")

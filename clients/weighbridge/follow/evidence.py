@@ -20,8 +20,8 @@ class Evidence(JsonValue):
         digests: digest of each parameter that is stored as it was loaded.
         unseen: other parameters, by name, and why their values cannot be derived from a version.
         seconds: time that the rank spent on the digests.
-        untested: whether the parameters were placed by a recording that was never compared, on the rank's machine, with a load by the engine's own
-            loader.
+        untested: whether the parameters were placed by a recording that was never compared, on the rank's machine, with
+            a load by the engine's own loader.
     """
 
     served: str

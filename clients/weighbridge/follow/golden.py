@@ -1,4 +1,6 @@
-"""Drift of an engine on a version's golden prompts: the difference between its log probabilities and those of the trainer's model."""
+"""Drift of an engine on a version's golden prompts: the difference between its log probabilities and those of the
+trainer's model.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,10 @@ class Answer:
     """Log probabilities that one engine assigns to the tokens of a prompt.
 
     Attributes:
-        logprobs: log probability of each token after the first, computed by the engine for the whole prompt without its cache.
-        last: log probability of the last token, from an ordinary request with the preceding tokens, for which an engine uses its prefix cache.
+        logprobs: log probability of each token after the first, computed by the engine for the whole prompt without its
+            cache.
+        last: log probability of the last token, from an ordinary request with the preceding tokens, for which an engine
+            uses its prefix cache.
     """
 
     logprobs: tuple[float, ...]
@@ -139,12 +143,11 @@ def drift_of(prompts: GoldenPrompts, answers: Sequence[Mapping[str, Answer]]) ->
 def _compared(at: int, prompt: GoldenPrompt, engine: str, answer: Answer) -> PromptDrift:
     if len(answer.logprobs) != len(prompt.logprobs):
         raise InvalidArgument(
-            f"the engine returned log probabilities of {len(answer.logprobs)} tokens of prompt {at}, which has {len(prompt.logprobs)}"
+            f"the engine returned log probabilities of {len(answer.logprobs)} tokens of prompt "
+            f"{at}, which has {len(prompt.logprobs)}"
         )
     apart = [_apart(*each) for each in zip(answer.logprobs, prompt.logprobs, strict=True)]
-    return PromptDrift(
-        at, engine, max(apart), math.fsum(apart) / len(apart), _apart(answer.last, prompt.logprobs[-1])
-    )
+    return PromptDrift(at, engine, max(apart), math.fsum(apart) / len(apart), _apart(answer.last, prompt.logprobs[-1]))
 
 
 def _apart(found: float, wanted: float) -> float:
@@ -213,7 +216,8 @@ class GoldenChecks:
     Attributes:
         asks: whether the agent sends golden prompts.
         max_drift: bound that replaces a version's own.
-        approves: whether the agent approves a version that is held only as a candidate, if its engine's drift is within the bound.
+        approves: whether the agent approves a version that is held only as a candidate, if its engine's drift is within
+            the bound.
     """
 
     asks: bool = True
@@ -228,17 +232,16 @@ class GoldenChecks:
                 fix="send the engine golden prompts, or leave the approval to others",
             )
 
-    def check(
-        self, client: Client, engine: object, version: Version, required: Sequence[Trusted] = ()
-    ) -> Asked:
-        """Send the golden prompts of a version to an engine, if the version has any. Does not raise. If the engine does not respond, nothing is
-        approved.
+    def check(self, client: Client, engine: object, version: Version, required: Sequence[Trusted] = ()) -> Asked:
+        """Send the golden prompts of a version to an engine, if the version has any. Does not raise. If the engine does
+        not respond, nothing is approved.
 
         Args:
             client: of the service.
             engine: driver of the engine, which has the version.
             version: the version as reported by the service.
-            required: signers who must all have signed the version; its golden prompts are then taken from the signed manifest.
+            required: signers who must all have signed the version; its golden prompts are then taken from the signed
+                manifest.
         """
         if not self.asks:
             return Asked()
@@ -252,7 +255,10 @@ class GoldenChecks:
         except WeighbridgeError as error:
             return Asked(NOT_ANSWERED, unanswered=str(error))
         if drift.verdict == ABOVE:
-            problem = f"golden prompts of version {version.number} are above the bound of {drift.max_drift:g}: {drift.wrong_text}"
+            problem = (
+                f"golden prompts of version {version.number} are above the bound of "
+                f"{drift.max_drift:g}: {drift.wrong_text}"
+            )
             return Asked(ABOVE, drift, problem)
         if drift.verdict == WITHIN and self.approves:
             _approve(client, version, drift)
@@ -272,7 +278,9 @@ def _metadata(client: Client, version: Version, required: Sequence[Trusted]) -> 
 
 
 def _approve(client: Client, version: Version, drift: Drift) -> None:
-    """Approve a version if it is still held only as a candidate: non-finite elements may have been found since the ref named it."""
+    """Approve a version if it is still held only as a candidate: non-finite elements may have been found since the ref
+    named it.
+    """
     note = f"golden prompts: drift {drift.largest:.4g}, bound {drift.max_drift:g}"
     try:
         if client.version(version.model, version.number).held != (HELD_CANDIDATE,):

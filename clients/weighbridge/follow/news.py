@@ -1,4 +1,6 @@
-"""Moves of a ref, with checks of the engine between them, so that an agent that waits for a move also detects a restart of the engine."""
+"""Moves of a ref, with checks of the engine between them, so that an agent that waits for a move also detects a restart
+of the engine.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,13 @@ T = TypeVar("T")
 
 
 def with_looks(source: Iterator[T], seconds: float) -> Iterator[T | None]:
-    """Values of an iterator, and None whenever it yields nothing for the given time. The next value is requested from it only on demand.
+    """Values of an iterator, and None whenever it yields nothing for the given time.
+
+    The next value is requested from it only on demand.
 
     Args:
-        source: may wait forever; each value is fetched in a separate thread, which lasts until the value or the end arrives.
+        source: may wait forever; each value is fetched in a separate thread, which lasts until the value or the end
+            arrives.
         seconds: the time.
     """
     while True:

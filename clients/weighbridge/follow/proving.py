@@ -30,9 +30,11 @@ class Proof(JsonValue):
     Attributes:
         model: ``namespace/name``.
         version: number of the version that it should serve.
-        verdict: ``proved``; ``proved in part`` if parameters could not be compared; ``not proved`` if none could; or ``failed``.
+        verdict: ``proved``; ``proved in part`` if parameters could not be compared; ``not proved`` if none could; or
+            ``failed``.
         ranks: the result of each rank, by the rank's name in errors.
-        untested: ranks whose parameters were placed by a recording that was never compared with a load by the engine's own loader.
+        untested: ranks whose parameters were placed by a recording that was never compared with a load by the engine's
+            own loader.
     """
 
     model: str
@@ -114,10 +116,12 @@ def _recording(name: str, evidence: Evidence, known: Mapping[str, lazy.Recording
 
 
 def prove_by_load(engine: ByLoad, model: str, number: int) -> Proof:
-    """Compare the parameters of an engine's ranks with a fresh load of the version by the engine's own loader. The engine is paused meanwhile.
+    """Compare the parameters of an engine's ranks with a fresh load of the version by the engine's own loader.
 
-    Unlike `prove`, this does not use the recording of the loader, and it also compares tensors that the engine derives from weights. Afterwards the
-    engine has the values of the fresh load.
+    The engine is paused meanwhile.
+
+    Unlike `prove`, this does not use the recording of the loader, and it also compares tensors that the engine derives
+    from weights. Afterwards the engine has the values of the fresh load.
 
     Args:
         engine: its driver.

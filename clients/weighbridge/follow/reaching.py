@@ -20,11 +20,13 @@ _GONE_SECONDS = 15.0
 
 
 class ReachWatch:
-    """Checks every few seconds whether an engine's port accepts connections. If it has not for a while, logs this at level WARNING with the start
-    time, repeats it every ten seconds, and logs the recovery. A busy or paused engine still accepts connections; no request is sent to it.
+    """Checks every few seconds whether an engine's port accepts connections. If it has not for a while, logs this at
+    level WARNING with the start time, repeats it every ten seconds, and logs the recovery. A busy or paused engine
+    still accepts connections; no request is sent to it.
 
-    If an engine refuses connections, pending calls to it are ended after a while, because a server that shuts down waits for them. Calls continue if
-    connections time out instead, as with an overloaded server, or if a name cannot be resolved.
+    If an engine refuses connections, pending calls to it are ended after a while, because a server that shuts down
+    waits for them. Calls continue if connections time out instead, as with an overloaded server, or if a name cannot be
+    resolved.
 
     Args:
         url: the engine's address.
@@ -61,8 +63,8 @@ class ReachWatch:
 
 
 def unreachable(url: str) -> str:
-    """Reason why nothing accepts connections at the host and port of an address; empty if something does, or if the address is reachable only through
-    a proxy.
+    """Reason why nothing accepts connections at the host and port of an address; empty if something does, or if the
+    address is reachable only through a proxy.
     """
     return _reason(_problems(url))
 
@@ -83,7 +85,10 @@ def _problems(url: str) -> list[Exception]:
 
 
 def _is_refused(problems: list[Exception]) -> bool:
-    """Whether the host refuses connections because nothing listens there. Other addresses of its name may not be in use, as ``::1`` in containers."""
+    """Whether the host refuses connections because nothing listens there.
+
+    Other addresses of its name may not be in use, as ``::1`` in containers.
+    """
     return any(isinstance(each, ConnectionRefusedError) for each in problems) and not any(
         isinstance(each, TimeoutError) for each in problems
     )

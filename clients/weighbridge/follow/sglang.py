@@ -1,4 +1,7 @@
-"""Driver of an SGLang server, through its own HTTP API. The served version is the one that its ranks report, not the requested one."""
+"""Driver of an SGLang server, through its own HTTP API.
+
+The served version is the one that its ranks report, not the requested one.
+"""
 
 from __future__ import annotations
 
@@ -71,11 +74,12 @@ class SglangServer:
         model: ``namespace/name``.
         api_key: the server's admin key, if it has one.
         lane: how weights travel to the engine's ranks, as for `weighbridge.Client`; None uses their environment.
-        pause_mode: what happens to running requests. ``retract`` makes them wait and recomputes their tokens with the new weights; ``in_place``
-            continues them from the results of the old weights; ``abort`` ends them.
+        pause_mode: what happens to running requests. ``retract`` makes them wait and recomputes their tokens with the
+            new weights; ``in_place`` continues them from the results of the old weights; ``abort`` ends them.
         timeout: seconds for each call; for `prepare`, for the whole preparation.
         reported: whether the agent reports the served version to the service; the engine then does not report it.
-        stale_drafter: policy for versions that leave the drafter of speculative decoding behind: ``refuse`` (default) or ``allow`` them.
+        stale_drafter: policy for versions that leave the drafter of speculative decoding behind: ``refuse`` (default)
+            or ``allow`` them.
     """
 
     def __init__(
@@ -94,9 +98,7 @@ class SglangServer:
         if not url.startswith(("http://", "https://")):
             raise InvalidArgument(f"{url!r} is not an HTTP URL", fix="as in http://127.0.0.1:30000")
         if pause_mode not in PAUSE_MODES:
-            raise InvalidArgument(
-                f"there is no pause mode {pause_mode!r}", fix=f"one of {', '.join(PAUSE_MODES)}"
-            )
+            raise InvalidArgument(f"there is no pause mode {pause_mode!r}", fix=f"one of {', '.join(PAUSE_MODES)}")
         self.url = url.rstrip("/")
         self.model = model
         self.pause_mode = pause_mode
@@ -130,7 +132,8 @@ class SglangServer:
         """Fetch a version to the engine's machines while it serves; returns when it has arrived.
 
         Raises:
-            FailedPrecondition: a rank cannot load the version, or its bytes did not arrive; states why. Or adapters of another version are loaded.
+            FailedPrecondition: a rank cannot load the version, or its bytes did not arrive; states why. Or adapters of
+                another version are loaded.
             DeadlineExceeded: the timeout has passed.
             EngineFailed: the server is unreachable, or refuses.
         """
@@ -140,8 +143,8 @@ class SglangServer:
         return wait_prepared(told, self._ranks, self.model, version, self.timeout)
 
     def answer(self, tokens: Sequence[int]) -> Mapping[str, Answer]:
-        """Log probabilities that the engine assigns to the tokens of a prompt. The request that uses the prefix cache comes first, because the other
-        request would refill the cache.
+        """Log probabilities that the engine assigns to the tokens of a prompt. The request that uses the prefix cache
+        comes first, because the other request would refill the cache.
 
         Raises:
             FailedPrecondition: the engine sleeps.
@@ -168,19 +171,21 @@ class SglangServer:
     def load_adapter(
         self, client: EngineClient, adapter: str, version: str | int | None = None, folder: Path | None = None
     ) -> LoadedAdapter:
-        """Load a version of an adapter. Requests then name it ``acme/alice@18``, even if it was loaded by a ref: a ref is resolved once.
+        """Load a version of an adapter.
+
+        Requests then name it ``acme/alice@18``, even if it was loaded by a ref: a ref is resolved once.
 
         Args:
             client: of the service.
             adapter: ``namespace/name``.
             version: a number or a ref; by default the latest.
-            folder: a folder that this process and the engine can access; the adapter is exported to it. Without a folder, the request contains the
-                tensors.
+            folder: a folder that this process and the engine can access; the adapter is exported to it. Without a
+                folder, the request contains the tensors.
 
         Raises:
             NotFound: the adapter or version does not exist.
-            FailedPrecondition: the engine does not serve the adapter's base version (the error names both), does not accept adapters, or cannot serve
-                this one; states why, before anything is loaded.
+            FailedPrecondition: the engine does not serve the adapter's base version (the error names both), does not
+                accept adapters, or cannot serve this one; states why, before anything is loaded.
             EngineFailed: it is unreachable, or refuses.
         """
         return sglang_adapters.load(self, client, adapter, version, folder)
@@ -194,8 +199,8 @@ class SglangServer:
         return sglang_adapters.loaded(self)
 
     def _check_awake(self) -> None:
-        """Raise FailedPrecondition if memory of the engine is released: SGLang still accepts requests then, and may crash. An SGLang without
-        weighbridge does not report this state.
+        """Raise FailedPrecondition if memory of the engine is released: SGLang still accepts requests then, and may
+        crash. An SGLang without weighbridge does not report this state.
         """
         said: Any = None
         with suppress(EngineFailed, FailedPrecondition):
@@ -221,7 +226,8 @@ class SglangServer:
             return {f"rank {at}": Evidence.from_json(each) for at, each in enumerate(said["evidence"])}
 
     def compare_with_load(self) -> Mapping[str, RankProof]:
-        """Make all ranks load their version again with SGLang's own loader, while the engine is paused, and report the changes.
+        """Make all ranks load their version again with SGLang's own loader, while the engine is paused, and report the
+        changes.
 
         Raises:
             FailedPrecondition: a rank cannot.
@@ -239,12 +245,13 @@ class SglangServer:
         self.api.call("/pause_generation", {"mode": self.pause_mode})
 
     def apply(self, version: int, label: str) -> None:
-        """Write a version into the parameters of all ranks, preferably while the engine is paused. From then on responses name it as their
-        ``weight_version``, and prefixes cached with the old weights are dropped.
+        """Write a version into the parameters of all ranks, preferably while the engine is paused. From then on
+        responses name it as their ``weight_version``, and prefixes cached with the old weights are dropped.
 
         Raises:
             FailedPrecondition: adapters are loaded; names them.
-            EngineFailed: the server is unreachable; or it refuses, for example during another update, and keeps its weights.
+            EngineFailed: the server is unreachable; or it refuses, for example during another update, and keeps its
+                weights.
         """
         request = {**self._request(version), "weight_version": label}
         self._check_no_adapters(version)
@@ -273,7 +280,10 @@ class SglangServer:
             self.api.call("/end_weight_update", {})
 
     def _request(self, version: int) -> dict[str, Any]:
-        """The request that loads a version. Creating it can take seconds (torch is imported), so it is created before the engine is paused."""
+        """The request that loads a version.
+
+        Creating it can take seconds (torch is imported), so it is created before the engine is paused.
+        """
         if version not in self._requests:
             payload, info = _payload(self._order(version)), self.api.call(_INFO)
             with understood(self.url + _INFO):
@@ -290,7 +300,8 @@ class SglangServer:
         return self._requests[version]
 
     def _check_no_adapters(self, version: int) -> None:
-        """Refuse to update the base while adapters of another version are loaded, because SGLang would compute with them.
+        """Refuse to update the base while adapters of another version are loaded, because SGLang would compute with
+        them.
 
         Raises FailedPrecondition.
         """
@@ -313,7 +324,9 @@ class SglangServer:
             return {f"rank {at}": Status.from_json(found) for at, found in enumerate(said["ranks"])}
 
     def _check_single(self) -> None:
-        """Refuse a server if a request reaches only one part of it, while other parts may continue with other weights or another label."""
+        """Refuse a server if a request reaches only one part of it, while other parts may continue with other weights
+        or another label.
+        """
         info = self.api.call(_INFO)
         with understood(self.url + _INFO):
             counts = {setting: int(info.get(setting) or 1) for setting in _SEVERAL}
@@ -322,7 +335,10 @@ class SglangServer:
                 option = f"--{setting.replace('_', '-')}"
                 raise FailedPrecondition(
                     f"{self.url} was started with {option} {count}, and {why}",
-                    fix=f"start it without {option}; to serve more requests, start several servers, each with its own agent",
+                    fix=(
+                        f"start it without {option}; to serve more requests, start several "
+                        "servers, each with its own agent"
+                    ),
                 )
 
     def _control(self, action: str) -> Any:

@@ -1,7 +1,9 @@
-"""Adapters in a running SGLang server. Each is named by its version, and is loaded only on the base version that it names.
+"""Adapters in a running SGLang server.
 
-SGLang reads ``r``, ``lora_alpha`` and ``target_modules`` of a config and ignores the rest. So adapters with settings that it would ignore are refused
-here, before anything is loaded.
+Each is named by its version, and is loaded only on the base version that it names.
+
+SGLang reads ``r``, ``lora_alpha`` and ``target_modules`` of a config and ignores the rest. So adapters with settings
+that it would ignore are refused here, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -104,11 +106,16 @@ def unserved(
     elif isinstance(modules, list) and isinstance(taken, list) and "all" not in taken:
         missing = sorted({str(each).rpartition(".")[2] for each in modules} - set(taken))
         if missing:
-            yield f"it changes {', '.join(missing)}, and the server was started with --lora-target-modules {' '.join(sorted(taken))}"
+            yield (
+                f"it changes {', '.join(missing)}, and the server was started with "
+                f"--lora-target-modules {' '.join(sorted(taken))}"
+            )
 
 
 def _cut_layers(tensors: Iterable[str], base: Iterable[str]) -> Iterator[str]:
-    """Layers that SGLang merges into one and that the adapter changes only in part: SGLang fails on that part or drops it."""
+    """Layers that SGLang merges into one and that the adapter changes only in part: SGLang fails on that part or drops
+    it.
+    """
     projections: defaultdict[str, set[str]] = defaultdict(set)
     for name in tensors:
         module, found, _ = name.partition(".lora_")
@@ -118,7 +125,10 @@ def _cut_layers(tensors: Iterable[str], base: Iterable[str]) -> Iterator[str]:
     gated = any(".gate_proj." in name or ".gate_up_proj" in name for name in base)
     for layer, there in projections.items():
         if there & {"q_proj", "k_proj", "v_proj"} and not there >= {"q_proj", "v_proj"}:
-            yield f"it changes {', '.join(sorted(there & {'q_proj', 'k_proj', 'v_proj'}))} alone in {layer}, and SGLang requires q_proj and v_proj together"
+            yield (
+                f"it changes {', '.join(sorted(there & {'q_proj', 'k_proj', 'v_proj'}))} alone in "
+                f"{layer}, and SGLang requires q_proj and v_proj together"
+            )
             return
         if gated and "up_proj" in there and "gate_proj" not in there:
             yield f"it changes up_proj without gate_proj in {layer}, and SGLang drops that"
@@ -185,7 +195,10 @@ def loaded(server: Server) -> tuple[str, ...]:
 
 
 def check_serves(server: Server, name: str, base: BaseVersion) -> None:
-    """Refuse an adapter unless all ranks of the engine report its base version. Raises FailedPrecondition, which names both versions."""
+    """Refuse an adapter unless all ranks of the engine report its base version.
+
+    Raises FailedPrecondition, which names both versions.
+    """
     if base.model != server.model:
         raise FailedPrecondition(
             f"{name} is on {base}, and this engine serves versions of {server.model}",

@@ -17,7 +17,8 @@ def label(model: str, number: int, draft: str = "") -> str:
     Args:
         model: ``namespace/name``.
         number: number of the version.
-        draft: the name of the drafter's version, if the drafter is a separate model: ``acme/smol@17 + acme/smol-eagle@5`` names both.
+        draft: the name of the drafter's version, if the drafter is a separate model:
+            ``acme/smol@17 + acme/smol-eagle@5`` names both.
     """
     return f"{model}@{number}{_AND}{draft}" if draft else f"{model}@{number}"
 
@@ -47,13 +48,17 @@ class Status(JsonValue):
         prepared: the version in host memory; empty if there is none.
         nbytes: bytes of the version that is or was being prepared.
         seconds: duration of its preparation; 0 before it has ended.
-        early_seconds: how much of that had passed when the version was requested, because the rank began while the version was still being received.
+        early_seconds: how much of that had passed when the version was requested, because the rank began while the
+            version was still being received.
         error: why the last preparation failed; empty if it did not.
         broken: why the parameters belong to no version; empty if they belong to one, or never did.
-        instance: id of this start of the rank. Two servers behind one address, and a server before and after a restart, have different ids.
+        instance: id of this start of the rank. Two servers behind one address, and a server before and after a restart,
+            have different ids.
         waiting: the version that the engine's wake-up will apply; empty if there is none.
-        stale: weights of the engine that do not belong to the served version, such as a drafter's, and why; empty if there are none.
-        brought: number of versions written to the parameters since this rank was started; a wake-up may write the same version again.
+        stale: weights of the engine that do not belong to the served version, such as a drafter's, and why; empty if
+            there are none.
+        brought: number of versions written to the parameters since this rank was started; a wake-up may write the same
+            version again.
     """
 
     served: str = ""

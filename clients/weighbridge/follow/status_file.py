@@ -1,4 +1,7 @@
-"""File with the status of an engine, for probes and people on its machine. It exists from the agent's start, even if the service is unreachable."""
+"""File with the status of an engine, for probes and people on its machine.
+
+It exists from the agent's start, even if the service is unreachable.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Update of running engines to one version: all prepare it while they serve, none is paused before the last one has it, and all resume afterwards."""
+"""Update of running engines to one version: all prepare it while they serve, none is paused before the last one has it,
+and all resume afterwards.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,8 @@ class Laps:
 
         Args:
             staged_seconds: time until the last rank had the version, as reported by the ranks.
-            early_seconds: how much of that had passed when this part began. The engine's wait was shorter by this amount.
+            early_seconds: how much of that had passed when this part began. The engine's wait was shorter by this
+                amount.
         """
         self.end("stage")
         took_s = self.parts["stage"]
@@ -106,8 +109,8 @@ def update(engines: Mapping[str, Engine], number: int, label: str) -> Updated:
         label: version label that the engines report to their clients from then on.
 
     Raises:
-        EngineFailed: an engine could not prepare the version, and none was paused; or an engine did not apply it. That engine keeps its previous
-            version, and resumes unless its weights belong to no version.
+        EngineFailed: an engine could not prepare the version, and none was paused; or an engine did not apply it. That
+            engine keeps its previous version, and resumes unless its weights belong to no version.
     """
     drivers = list(engines.values())
 
@@ -141,11 +144,12 @@ def pause_seconds(parts: Parts) -> float:
 def apply_prepared(engines: Sequence[Engine], number: int, label: str, laps: Laps | None = None) -> list[str]:
     """Pause engines, apply their prepared versions, and always resume them.
 
-    If one cannot be paused, none applies the version. An engine stays paused if it reports that its parameters belong to no version, or if it no
-    longer responds.
+    If one cannot be paused, none applies the version. An engine stays paused if it reports that its parameters belong
+    to no version, or if it no longer responds.
 
     Args:
-        engines: engines that have prepared the version. A single engine is called in the calling thread, so that signals interrupt it.
+        engines: engines that have prepared the version. A single engine is called in the calling thread, so that
+            signals interrupt it.
         number: number of the version.
         label: version label that they report to their clients from then on.
         laps: measures the parts; ``apply`` is missing if it was not requested.
@@ -168,10 +172,7 @@ def apply_prepared(engines: Sequence[Engine], number: int, label: str, laps: Lap
                 partial(let_go_on, engine, failed=bool(problem))
                 for engine, problem in zip(engines, problems, strict=True)
             )
-    return [
-        "\n".join(filter(None, (problem, end)))
-        for problem, end in zip(problems, _problems(ends), strict=True)
-    ]
+    return ["\n".join(filter(None, (problem, end))) for problem, end in zip(problems, _problems(ends), strict=True)]
 
 
 def quietly(ask: Callable[[], T]) -> T | None:

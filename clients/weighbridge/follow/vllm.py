@@ -1,7 +1,7 @@
 """Driver of a vLLM server, through the routes that it has with ``VLLM_SERVER_DEV_MODE=1``.
 
-A server with data parallelism has several engines, and vLLM returns only the first one's response. With weighbridge's plug-in, the server returns the
-responses of all engines, and each worker identifies itself.
+A server with data parallelism has several engines, and vLLM returns only the first one's response. With weighbridge's
+plug-in, the server returns the responses of all engines, and each worker identifies itself.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _WORKERS = "/collective_rpc"
 OTHER = "start it with VLLM_SERVER_DEV_MODE=1; if it is an SGLang server, use --engine sglang"
 """Hint if a server lacks a route."""
 Answers = Sequence[Mapping[str, Any]]
-"""JSON of workers: one `Status` each, with ``failed``, ``engine``, ``rank``, ``ranks`` (of that engine), ``group`` (of ranks that agree) and
-``engines`` (behind the server)."""
+"""JSON of workers: one `Status` each, with ``failed``, ``engine``, ``rank``, ``ranks`` (of that engine), ``group`` (of
+ranks that agree) and ``engines`` (behind the server)."""
 
 
 class VllmServer:
@@ -68,14 +68,15 @@ class VllmServer:
         model: ``namespace/name`` at the service.
         server: the service's gRPC address as the engine's workers reach it.
         lane: how weights travel to them; None keeps the engine's start setting.
-        pause_mode: treatment of running requests: ``wait`` for them, ``keep`` them paused and continue them with the new weights, or ``abort`` them.
+        pause_mode: treatment of running requests: ``wait`` for them, ``keep`` them paused and continue them with the
+            new weights, or ``abort`` them.
         timeout: seconds for one call.
         reported: whether the agent reports the served version to the service; the engine then does not report it.
-        when_asleep: policy for updates of the engine while its weights sleep (vLLM's sleep mode): they ``wait`` for the wake-up, or the engine should
-            ``refuse`` them; None keeps the engine's start setting.
+        when_asleep: policy for updates of the engine while its weights sleep (vLLM's sleep mode): they ``wait`` for the
+            wake-up, or the engine should ``refuse`` them; None keeps the engine's start setting.
         api_key: the server's key (``--api-key``), if it has one.
-        stale_drafter: policy for updates that leave the drafter of speculative decoding behind: ``refuse`` or ``allow`` them; None keeps the engine's
-            start setting.
+        stale_drafter: policy for updates that leave the drafter of speculative decoding behind: ``refuse`` or ``allow``
+            them; None keeps the engine's start setting.
 
     Attributes:
         draft: the drafter's version that goes with versions from now on (`TakesDrafter`).
@@ -178,7 +179,8 @@ class VllmServer:
         return dict(zip(names, found, strict=True))
 
     def compare_with_load(self) -> Mapping[str, RankProof]:
-        """Make all workers load their version again with vLLM's own loader, while the engine is paused, and report the changes.
+        """Make all workers load their version again with vLLM's own loader, while the engine is paused, and report the
+        changes.
 
         Raises:
             FailedPrecondition: a worker cannot, or not all workers behind the server respond.
@@ -214,7 +216,8 @@ class VllmServer:
                 pass
 
     def _each_engine(self) -> Mapping[str, EngineApi]:
-        """For token requests: the API of each engine behind the server, by the engine's name in errors; the name is empty if there is only one.
+        """For token requests: the API of each engine behind the server, by the engine's name in errors; the name is
+        empty if there is only one.
 
         Raises:
             FailedPrecondition: the engine sleeps, or is paused.
@@ -224,15 +227,13 @@ class VllmServer:
         api = replace(self._api, timeout=min(self._api.timeout, ASK_SECONDS))
         if count == 1:
             return {"": api}
-        return {
-            f"engine {rank}": replace(api, headers={**api.headers, _RANK: str(rank)}) for rank in range(count)
-        }
+        return {f"engine {rank}": replace(api, headers={**api.headers, _RANK: str(rank)}) for rank in range(count)}
 
     def load_adapter(
         self, client: EngineClient, adapter: str, version: str | int | None = None, folder: Path | None = None
     ) -> LoadedAdapter:
-        """Make all engines load a version of an adapter before a request names it. The server must have weighbridge's middleware for adapters; it
-        fetches the adapter itself.
+        """Make all engines load a version of an adapter before a request names it. The server must have weighbridge's
+        middleware for adapters; it fetches the adapter itself.
 
         Args:
             client: of the service.
@@ -243,8 +244,8 @@ class VllmServer:
         Raises:
             NotFound: the adapter or version does not exist.
             InvalidArgument: a folder is named.
-            EngineFailed: the server lacks the middleware, is unreachable, or refuses, for example because it does not serve the adapter's base
-                version; states why.
+            EngineFailed: the server lacks the middleware, is unreachable, or refuses, for example because it does not
+                serve the adapter's base version; states why.
         """
         if folder is not None:
             raise InvalidArgument(
@@ -255,8 +256,8 @@ class VllmServer:
         return vllm_adapters.load(self._api, f"{adapter}@{number}")
 
     def unload_adapter(self, adapter: str, version: int) -> None:
-        """Make all engines unload a version of an adapter. Requests that name it, including running ones, load it again.
-        Raises EngineFailed.
+        """Make all engines unload a version of an adapter. Requests that name it, including running ones, load it
+        again. Raises EngineFailed.
         """
         vllm_adapters.unload(self._api, f"{adapter}@{version}")
 
@@ -269,7 +270,9 @@ class VllmServer:
         return vllm_adapters.loaded(self._api)
 
     def _check_goes_on(self) -> None:
-        """Raise FailedPrecondition if the engine sleeps or is paused: a request would wait for the wake-up or the resume, or crash the engine."""
+        """Raise FailedPrecondition if the engine sleeps or is paused: a request would wait for the wake-up or the
+        resume, or crash the engine.
+        """
         if self._says("is_sleeping"):
             raise FailedPrecondition("the engine sleeps", fix="wake it up: POST /wake_up")
         if self._says("is_paused"):
@@ -298,13 +301,14 @@ class VllmServer:
         self._api.call(f"/pause?mode={self._pause_mode}", {})
 
     def apply(self, version: int, label: str) -> None:
-        """Apply a version, outside vLLM's own sessions: a session that another agent left open, or a failing worker, would end it for all.
+        """Apply a version, outside vLLM's own sessions: a session that another agent left open, or a failing worker,
+        would end it for all.
 
         A sleeping engine may respond that the version waits for its wake-up.
 
         Raises:
-            FailedPrecondition: an engine could not apply the version; the others have rolled back, or the error states which engine serves which
-                version.
+            FailedPrecondition: an engine could not apply the version; the others have rolled back, or the error states
+                which engine serves which version.
         """
         answers = self._answers("weighbridge_apply", str(version), self.draft)
         if _has_several(answers):  # updates of two agents may have reached them in different orders
@@ -331,14 +335,17 @@ class VllmServer:
         self._api.call("/resume", {})
 
     def sleep(self, level: int) -> None:
-        """Make the server release its GPU memory. With level 1 it keeps its weights in host memory; with level 2 it discards them."""
+        """Make the server release its GPU memory.
+
+        With level 1 it keeps its weights in host memory; with level 2 it discards them.
+        """
         self._api.call(f"/sleep?level={level}", {})
 
     def wake_up(self, *tags: str) -> None:
-        """Make the server allocate memory again: for ``weights``, for its ``kv_cache``, or for both; it then resumes."""
-        self._api.call(
-            "/wake_up" + "".join(f"{'&' if at else '?'}tags={tag}" for at, tag in enumerate(tags)), {}
-        )
+        """Make the server allocate memory again: for ``weights``, for its ``kv_cache``, or for both; it then
+        resumes.
+        """
+        self._api.call("/wake_up" + "".join(f"{'&' if at else '?'}tags={tag}" for at, tag in enumerate(tags)), {})
 
     def label(self, label: str) -> None:
         """Set vLLM's ``weight_version``, of each engine. vLLM 0.24 does not have this label."""
@@ -374,7 +381,10 @@ class VllmServer:
 
 
 def _answer(api: EngineApi, tokens: Sequence[int]) -> Answer:
-    """Answer of one engine. The request that uses the prefix cache comes first, because the other request would refill the cache."""
+    """Answer of one engine.
+
+    The request that uses the prefix cache comes first, because the other request would refill the cache.
+    """
     last, whole = (api.call(_COMPLETIONS, body) for body in (vllm_last(tokens), vllm_whole(tokens)))
     with understood(api.url + _COMPLETIONS):
         return Answer(read_vllm_whole(whole, tokens), read_vllm_last(last))
@@ -409,24 +419,36 @@ def _statuses(answers: Answers, count_workers: Callable[[], int | None]) -> dict
 
     Args:
         answers: responses of a server.
-        count_workers: returns the number of workers that the server reports, if any. Called if the responses do not contain the number of engines.
+        count_workers: returns the number of workers that the server reports, if any. Called if the responses do not
+            contain the number of engines.
 
     Raises:
-        FailedPrecondition: workers are missing, or some belong to a group with workers that this server does not reach; states what to do.
+        FailedPrecondition: workers are missing, or some belong to a group with workers that this server does not reach;
+            states what to do.
     """
     expected = _expected(answers) or count_workers()
     places = [(int(each.get("engine", 0)), int(each.get("rank", at))) for at, each in enumerate(answers)]
     if not answers or expected != len(answers) or len(set(places)) != len(places):
         raise FailedPrecondition(
-            f"{len(answers)} of {expected or 'an unknown number of'} workers of this server have responded, so the others may serve a different version",
-            fix="install this release of weighbridge where vLLM's API server runs, too (VLLM_PLUGINS must not leave it out, VLLM_USE_RUST_FRONTEND "
+            (
+                f"{len(answers)} of {expected or 'an unknown number of'} workers of this server "
+                "have responded, so the others may serve a different version"
+            ),
+            fix="install this release of weighbridge where vLLM's API server runs, too "
+            "(VLLM_PLUGINS must not leave it out, VLLM_USE_RUST_FRONTEND "
             "must not replace it), and restart it; or start one server for each engine, each with its own agent",
         )
     group = max(int(each.get("group", 0)) for each in answers)
     if group > len(answers):
         raise FailedPrecondition(
-            f"this server has {len(answers)} of {group} workers that take a version together, and the others are behind other servers",
-            fix="start vLLM with one server for all engines: without --data-parallel-external-lb, --data-parallel-hybrid-lb and --data-parallel-rank",
+            (
+                f"this server has {len(answers)} of {group} workers that take a version together, "
+                "and the others are behind other servers"
+            ),
+            fix=(
+                "start vLLM with one server for all engines: without --data-parallel-external-lb, "
+                "--data-parallel-hybrid-lb and --data-parallel-rank"
+            ),
         )
     several = _has_several(answers)
     return {

@@ -1,5 +1,5 @@
-"""Adapters in a running vLLM whose API servers have the middleware of `weighbridge.integrations.vllm_adapters`: preloads adapters before a request
-names them.
+"""Adapters in a running vLLM whose API servers have the middleware of `weighbridge.integrations.vllm_adapters`:
+preloads adapters before a request names them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from weighbridge.follow.answers import EngineApi, understood
 ROUTE = "/v1/weighbridge/adapters"
 """Path below a prefix that vLLM protects by its API key."""
 _FIX = (
-    "start it with --enable-lora --middleware weighbridge.integrations.vllm_adapters.middleware.Adapters, and WEIGHBRIDGE_ADAPTERS in its environment: "
+    "start it with --enable-lora --middleware "
+    "weighbridge.integrations.vllm_adapters.middleware.Adapters, and WEIGHBRIDGE_ADAPTERS in "
+    "its environment: "
     "docs/adapters.md"
 )
 

@@ -21,7 +21,8 @@ PREPARE, DISCARD, STATUS = ACTION + "prepare", ACTION + "discard", ACTION + "sta
 EVIDENCE, COMPARE = ACTION + "evidence", ACTION + "compare_with_load"
 """Actions of proofs.
 
-The first one is followed by the digests of the caller's recordings, separated by commas (may be empty), and a `Wanted`, each after a space.
+The first one is followed by the digests of the caller's recordings, separated by commas (may be empty), and a `Wanted`,
+each after a space.
 """
 REPORTED = "reported"
 """Follows the last action after a space: the caller reports the served version to the service."""
@@ -37,7 +38,8 @@ class Wanted:
         version: a number or a ref.
         lane: how weights travel, as for `weighbridge.Client`; None uses each rank's environment.
         retry_seconds: how long to retry while the service is unreachable.
-        stale_drafter: policy for a version that leaves the drafter of speculative decoding behind: ``refuse`` (also None) or ``allow``.
+        stale_drafter: policy for a version that leaves the drafter of speculative decoding behind: ``refuse`` (also
+            None) or ``allow``.
     """
 
     server: str
@@ -48,15 +50,8 @@ class Wanted:
     stale_drafter: str | None = None
 
     def __post_init__(self) -> None:
-        if (
-            not self.server
-            or self.model.count("/") != 1
-            or not all(self.model.split("/"))
-            or not self.version
-        ):
-            raise InvalidArgument(
-                f"{self} does not name a version", fix=f"as in {SCHEME}://HOST:PORT/acme/smol@latest"
-            )
+        if not self.server or self.model.count("/") != 1 or not all(self.model.split("/")) or not self.version:
+            raise InvalidArgument(f"{self} does not name a version", fix=f"as in {SCHEME}://HOST:PORT/acme/smol@latest")
 
     @staticmethod
     def from_url(url: str) -> Wanted:

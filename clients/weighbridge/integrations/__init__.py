@@ -1,4 +1,7 @@
-"""Adapters to other libraries. A library is imported only when it is used. `engine_rank` contains the code that the adapters to engines share."""
+"""Adapters to other libraries. A library is imported only when it is used.
+
+`engine_rank` contains the code that the adapters to engines share.
+"""
 
 # May import: `follow`, `_lazy`, `_clients` and folders below, and each the library that it is for.
 #

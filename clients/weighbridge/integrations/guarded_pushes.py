@@ -1,7 +1,8 @@
 """Pushes from hooks of a training loop. A failed push must not stop the training.
 
-They follow the rules of every push (`weighbridge._clients.holding`), except that a hook logs failures unless the user has asked for an error. Before
-a push, a hook registers the model and collects the weights. Either may fail on a single rank, so all ranks first exchange whether they can push.
+They follow the rules of every push (`weighbridge._clients.holding`), except that a hook logs failures unless the user
+has asked for an error. Before a push, a hook registers the model and collects the weights. Either may fail on a single
+rank, so all ranks first exchange whether they can push.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class GuardedPushes:
         register: registers the model; None if it is registered already. Rank 0 calls it once.
         strict: raise if a push fails or a version cannot be completed; each push waits until its version is ready.
         logger: logger of the hook.
-        options: options of its pushes. With ``on_failure="raise"`` a failed push raises, as with ``strict``, but a push does not wait until its
-            version is ready.
+        options: options of its pushes. With ``on_failure="raise"`` a failed push raises, as with ``strict``, but a push
+            does not wait until its version is ready.
 
     Attributes:
         last: this rank's newest push, or None.
@@ -80,8 +81,8 @@ class GuardedPushes:
         Args:
             what: name of the pushed object, for the log.
             goes_on: name of the activity that continues if the push fails, for the log: ``the save``.
-            prepare: returns the step and the weights; raises if this rank cannot push. On ranks other than the first, the model may not be registered
-                yet.
+            prepare: returns the step and the weights; raises if this rank cannot push. On ranks other than the first,
+                the model may not be registered yet.
             push: pushes these weights; also receives the step, this rank and the number of ranks.
         """
         try:
@@ -95,14 +96,10 @@ class GuardedPushes:
             return False
         return True
 
-    def wait(
-        self, until: VersionState | str = VersionState.DURABLE, *, timeout: float | None = None
-    ) -> Version:
+    def wait(self, until: VersionState | str = VersionState.DURABLE, *, timeout: float | None = None) -> Version:
         """See `PushHook.wait`."""
         if self.last is None:
-            raise FailedPrecondition(
-                f"no version of {self._model} has been pushed", fix="see the log for the reason"
-            )
+            raise FailedPrecondition(f"no version of {self._model} has been pushed", fix="see the log for the reason")
         started = time.monotonic()
         version = self.last.wait(until, timeout=timeout)
         if self.last.training is not None:
@@ -118,14 +115,10 @@ class GuardedPushes:
         """Wait until all pushes have arrived or failed."""
         self._client.close()
 
-    def _push(
-        self, prepare: Callable[[], tuple[int, Any]], push: Callable[[Any, int, int, int], PushHandle]
-    ) -> None:
+    def _push(self, prepare: Callable[[], tuple[int, Any]], push: Callable[[Any, int, int, int], PushHandle]) -> None:
         rank, world_size = rank_and_world(None, None)
         step, weights = self._prepared(prepare, rank, world_size)
-        if (
-            step == self._pushed_step
-        ):  # a trainer may save a step twice: once permanently and once temporarily
+        if step == self._pushed_step:  # a trainer may save a step twice: once permanently and once temporarily
             self._logger.info("%s: step %s was pushed already", self._model, step)
             return
         handle = push(weights, step, rank, world_size)
@@ -152,9 +145,7 @@ class GuardedPushes:
             self._register()
             self._register = None
 
-    def _prepared(
-        self, prepare: Callable[[], tuple[int, Any]], rank: int, world_size: int
-    ) -> tuple[int, Any]:
+    def _prepared(self, prepare: Callable[[], tuple[int, Any]], rank: int, world_size: int) -> tuple[int, Any]:
         """Step and weights to push, once every rank can push."""
         problem, step, weights = "", 0, None
         try:
@@ -166,9 +157,7 @@ class GuardedPushes:
         has_pushed = not problem and step == self._pushed_step
         of_ranks = of_all_ranks((problem, has_pushed), world_size)
         if any(found for found, _ in of_ranks):
-            raise FailedPrecondition(
-                "not all ranks can push", details=[found for found, _ in of_ranks if found][:5]
-            )
+            raise FailedPrecondition("not all ranks can push", details=[found for found, _ in of_ranks if found][:5])
         if len({pushed for _, pushed in of_ranks}) > 1:
             missing = [str(number) for number, (_, pushed) in enumerate(of_ranks) if not pushed]
             raise FailedPrecondition(
@@ -193,10 +182,9 @@ class PushHook:
         """This rank's newest push, or None."""
         return self._pushes.last
 
-    def wait(
-        self, until: VersionState | str = VersionState.DURABLE, *, timeout: float | None = None
-    ) -> Version:
-        """Wait for the newest version that this rank has pushed to, and for its training state if there is one; as `PushHandle.wait`.
+    def wait(self, until: VersionState | str = VersionState.DURABLE, *, timeout: float | None = None) -> Version:
+        """Wait for the newest version that this rank has pushed to, and for its training state if there is one; as
+        `PushHandle.wait`.
 
         Returns:
             The version of the weights.

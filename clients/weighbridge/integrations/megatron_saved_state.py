@@ -1,8 +1,8 @@
 """State that Megatron's save receives in addition to the model, in the form from which a training state is pushed.
 
-A save receives the state dict of an optimizer, for which the distributed optimizer has gathered or renamed its state. A training state
-is pushed from the optimizer itself, without either. So a hook wraps the methods in which optimizers create state dicts, and records the optimizer of
-each state dict.
+A save receives the state dict of an optimizer, for which the distributed optimizer has gathered or renamed its state. A
+training state is pushed from the optimizer itself, without either. So a hook wraps the methods in which optimizers
+create state dicts, and records the optimizer of each state dict.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ _METHOD = "sharded_state_dict"
 
 
 class OptimizerNotes:
-    """A hook that records which Megatron optimizer created the newest sharded state dict of an optimizer. `close` removes the hook."""
+    """A hook that records which Megatron optimizer created the newest sharded state dict of an optimizer.
+
+    `close` removes the hook.
+    """
 
     def __init__(self) -> None:
         from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-        # the state dict is kept until it is saved: a dict does not support weak references, and its id may be reused later
+        # the state dict is kept until it is saved: a dict does not support weak references, and its id may be reused
+        # later
         self._newest: tuple[Any, weakref.ref[Any]] | None = None
         self._in_place = True
         self._wrapped: list[tuple[type, Any, Any]] = []
@@ -40,7 +44,10 @@ class OptimizerNotes:
                 self._wrapped.append((kind, original, noting))
 
     def taken(self, state_dict: Mapping[str, Any]) -> tuple[str | None, Any]:
-        """Key of the optimizer's state dict within a state dict, and the optimizer; None if there is none. Clears the record."""
+        """Key of the optimizer's state dict within a state dict, and the optimizer; None if there is none.
+
+        Clears the record.
+        """
         newest, self._newest = self._newest, None
         if newest is not None:
             made, optimizer = newest

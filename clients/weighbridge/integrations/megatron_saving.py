@@ -1,9 +1,10 @@
 """Save hook that pushes whatever a Megatron trainer saves. The trainer needs one additional line.
 
 `push_on_save` wraps ``megatron.core.dist_checkpointing.save``, through which both Megatron-LM's training loop (with
-``--ckpt-format torch_dist``, its default) and users of plain ``dist_checkpointing`` save. The hook first pushes the model's weights, then the rest of
-the state dict as a training state. Then Megatron saves, unless its save is disabled. The hook wraps this function instead of a save strategy because
-only this function receives the whole state dict, with the iteration, and newer training loops create their strategies themselves.
+``--ckpt-format torch_dist``, its default) and users of plain ``dist_checkpointing`` save. The hook first pushes the
+model's weights, then the rest of the state dict as a training state. Then Megatron saves, unless its save is disabled.
+The hook wraps this function instead of a save strategy because only this function receives the whole state dict, with
+the iteration, and newer training loops create their strategies themselves.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ def push_on_save(
 ) -> PushOnSave:
     """Push the state dict of every distributed checkpoint. All ranks call this before the first save.
 
-    Each save becomes a version of the model. If an optimizer is saved with it, the save also becomes a version of the training state. That version
-    contains the optimizer itself, without the parts that Megatron gathers, and every other entry of the state dict under its name, such as
-    ``opt_param_scheduler``, ``rng_state`` and ``args``. `TrainerClient.restore` restores it. Megatron-LM's ``--load`` also reads the files that
+    Each save becomes a version of the model. If an optimizer is saved with it, the save also becomes a version of the
+    training state. That version contains the optimizer itself, without the parts that Megatron gathers, and every other
+    entry of the state dict under its name, such as ``opt_param_scheduler``, ``rng_state`` and ``args``.
+    `TrainerClient.restore` restores it. Megatron-LM's ``--load`` also reads the files that
     `TrainerClient.export_training` writes.
 
     Modules that import ``save`` by name have to be imported after this call.
@@ -57,21 +59,23 @@ def push_on_save(
     Args:
         model: ``namespace/name``.
         server: ``host:port`` of the service; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
-        hf_dir: a folder with ``config.json`` and the tokenizer, by which rank 0 registers the model at the first save; None if
-            it is registered already.
+        hf_dir: a folder with ``config.json`` and the tokenizer, by which rank 0 registers the model at the first save;
+            None if it is registered already.
         run: name of the training run; part of the version's lineage.
-        step: returns the training step at each save. By default the state dict's ``iteration``, or else the number at the end of the folder's name.
-        weights: extracts the weights from the state dict. By default these are the entries ``model``, ``model0``, ``model1`` and so on, as
-            Megatron-LM names them, or else the whole dict.
+        step: returns the training step at each save. By default the state dict's ``iteration``, or else the number at
+            the end of the folder's name.
+        weights: extracts the weights from the state dict. By default these are the entries ``model``, ``model0``,
+            ``model1`` and so on, as Megatron-LM names them, or else the whole dict.
         training: False pushes only weights.
-        megatron_saves: False: Megatron does not write a checkpoint if all ranks pushed it with its training state. Megatron still writes checkpoints
-            that could not be pushed, and those without optimizer state.
-        strict: if a push fails, a training state cannot be pushed, or a version cannot be completed, an error is raised before anything is saved;
-            each save waits until its version is ready. Otherwise the failure is logged and the save continues.
+        megatron_saves: False: Megatron does not write a checkpoint if all ranks pushed it with its training state.
+            Megatron still writes checkpoints that could not be pushed, and those without optimizer state.
+        strict: if a push fails, a training state cannot be pushed, or a version cannot be completed, an error is raised
+            before anything is saved; each save waits until its version is ready. Otherwise the failure is logged and
+            the save continues.
         lane, retry_seconds, credentials: as for `TrainerClient`.
-        options: of each push, as for `TrainerClient.push`: ``metadata``, ``candidate``, ``allow_nonfinite``, ``max_hold_s``. Held versions are
-            logged. ``on_failure`` is ``warn`` by default here; ``raise`` is the same as ``strict``, except that a save does not wait until its
-            version is ready.
+        options: of each push, as for `TrainerClient.push`: ``metadata``, ``candidate``, ``allow_nonfinite``,
+            ``max_hold_s``. Held versions are logged. ``on_failure`` is ``warn`` by default here; ``raise`` is the same
+            as ``strict``, except that a save does not wait until its version is ready.
 
     Returns:
         The hook; close it, or use it as a context manager, to undo it.
@@ -100,7 +104,9 @@ def push_on_save(
 
 
 def model_weights(state_dict: Mapping[str, Any]) -> Any:
-    """The part of a state dict that contains the model: Megatron-LM's ``model`` or ``model<number>``, or the whole dict."""
+    """The part of a state dict that contains the model: Megatron-LM's ``model`` or ``model<number>``, or the whole
+    dict.
+    """
     found = {key: value for key, value in state_dict.items() if re.fullmatch(r"model\d*", str(key))}
     return found or state_dict
 
@@ -198,9 +204,7 @@ class PushOnSave(PushHook):
         of_ranks = of_all_ranks(kept, rank_and_world(None, None)[1])
         if kept and all(of_ranks):
             return True
-        logger.warning(
-            "%s: Megatron writes %s itself, because it was not pushed completely", self.model, folder
-        )
+        logger.warning("%s: Megatron writes %s itself, because it was not pushed completely", self.model, folder)
         return False
 
     def _beside(
@@ -211,7 +215,10 @@ class PushOnSave(PushHook):
         rank: int,
         world_size: int,
     ) -> SavedState | None:
-        """State that is pushed together with the weights; None if there is none. All ranks call it; either all of them push a state, or none does."""
+        """State that is pushed together with the weights; None if there is none.
+
+        All ranks call it; either all of them push a state, or none does.
+        """
         problem, found = "", None
         if self._notes is not None:
             try:
@@ -223,7 +230,10 @@ class PushOnSave(PushHook):
         if not any(has_optimizer for _, has_optimizer in of_ranks):
             if problem and found is None:  # what is saved could not even be sorted: it may be an optimizer's
                 logger.warning(
-                    "%s: only the weights are pushed, because the saved state dict has no optimizer's sharded state dict at its top level. %s",
+                    (
+                        "%s: only the weights are pushed, because the saved state dict has no "
+                        "optimizer's sharded state dict at its top level. %s"
+                    ),
                     self.model,
                     problem,
                 )
@@ -247,7 +257,9 @@ def _nothing_to_write(save: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def step_of(state_dict: Mapping[str, Any], folder: str) -> int:
-    """The training step of a checkpoint: the state dict's ``iteration``, or the number at the end of the folder's name."""
+    """The training step of a checkpoint: the state dict's ``iteration``, or the number at the end of the folder's
+    name.
+    """
     iteration = state_dict.get("iteration")
     if isinstance(iteration, int):
         return iteration

@@ -23,8 +23,8 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
     Workers receive each other's metadata once. Refits have no number, so both sides count them.
 
     Args:
-        bucket_size: maximum bytes of a batch of several tensors that a rollout receives; also the maximum that a policy worker uses in addition to
-            the tensor that it gathers.
+        bucket_size: maximum bytes of a batch of several tensors that a rollout receives; also the maximum that a policy
+            worker uses in addition to the tensor that it gathers.
         release_after_refit: argument of NeMo-RL; not used.
         settings: the fields of `WorkerSettings`.
 

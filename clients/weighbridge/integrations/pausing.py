@@ -10,13 +10,16 @@ from weighbridge.errors import FailedPrecondition
 
 @contextmanager
 def paused(pause: Callable[[], object], resume: Callable[[], object]) -> Iterator[None]:
-    """Pause, and resume when the block ends or fails. Also resumes if pausing fails, because some engines may have paused.
+    """Pause, and resume when the block ends or fails.
+
+    Also resumes if pausing fails, because some engines may have paused.
 
     Args:
         pause, resume: ask all engines to pause, and to resume.
 
     Raises:
-        FailedPrecondition: engines could not be resumed; also states an earlier failure. An interrupt is raised unchanged, with a note.
+        FailedPrecondition: engines could not be resumed; also states an earlier failure. An interrupt is raised
+            unchanged, with a note.
     """
     try:
         pause()

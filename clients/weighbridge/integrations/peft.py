@@ -1,4 +1,7 @@
-"""Weights of a model that peft has given adapters, for pushes of whole tensors. `TrainerClient.push_state_dict` takes the model itself."""
+"""Weights of a model that peft has given adapters, for pushes of whole tensors.
+
+`TrainerClient.push_state_dict` takes the model itself.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,19 @@ if TYPE_CHECKING:
 
 
 def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a model with its active adapters merged, by the names that they have without adapters. The model is not changed.
+    """The weights of a model with its active adapters merged, by the names that they have without adapters.
 
-    Adapters that are not already merged in place (``model.merge_adapter()``) are merged into copies, one layer at a time.
+    The model is not changed.
+
+    Adapters that are not already merged in place (``model.merge_adapter()``) are merged into copies, one layer at a
+    time.
 
     Args:
         model: a model that ``peft.get_peft_model`` returned, or a module that wraps it.
 
     Yields:
-        Names and tensors of its state dict. Tensors that needed no merge alias the model's own. DTensors are yielded unchanged; all their ranks must
-        iterate in step.
+        Names and tensors of its state dict. Tensors that needed no merge alias the model's own. DTensors are yielded
+        unchanged; all their ranks must iterate in step.
 
     Raises:
         LayoutError: peft cannot merge an adapter, or active adapters are merged in part; names the layers.

@@ -1,4 +1,7 @@
-"""Reader of settings that users write by name. The fields of a dataclass are the settings, and their types are the allowed types. Pure."""
+"""Reader of settings that users write by name.
+
+The fields of a dataclass are the settings, and their types are the allowed types. Pure.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Updater of weights for slime and Miles: Megatron ranks push the shards that they hold, and each rank of SGLang pulls its own slices.
+"""Updater of weights for slime and Miles: Megatron ranks push the shards that they hold, and each rank of SGLang pulls
+its own slices.
 
-``--custom-megatron-init-path weighbridge.integrations.slime.init`` replaces ``UpdateWeightFromDistributed`` with it in each trainer actor.
+``--custom-megatron-init-path weighbridge.integrations.slime.init`` replaces ``UpdateWeightFromDistributed`` with it in
+each trainer actor.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _CHOSEN_BY = {
 
 
 def init(args: Namespace) -> None:
-    """Install the updater, for ``--custom-megatron-init-path``: from now on the trainer actor of this process creates a `WeighbridgeUpdater`.
+    """Install the updater, for ``--custom-megatron-init-path``: from now on the trainer actor of this process creates a
+    `WeighbridgeUpdater`.
 
     Raises:
         InvalidArgument: the arguments contain no settings, or choose another updater.
@@ -67,14 +70,16 @@ def init(args: Namespace) -> None:
 
 @dataclass(frozen=True)
 class Settings(PluginSettings):
-    """Settings under ``weighbridge`` in a file of ``--custom-config-path``. The folder is by default that of ``--hf-checkpoint``.
+    """Settings under ``weighbridge`` in a file of ``--custom-config-path``.
+
+    The folder is by default that of ``--hf-checkpoint``.
 
     Attributes:
-        pause_mode: what happens to running requests, as for `SglangServer`; by default Miles's ``--pause-generation-mode``, or ``abort``,
-            as slime does.
+        pause_mode: what happens to running requests, as for `SglangServer`; by default Miles's
+            ``--pause-generation-mode``, or ``abort``, as slime does.
         timeout_seconds: timeout of each call to an engine; for a fetch of a version, of the whole fetch.
-        push_timeout_seconds: time within which the shards of all ranks must arrive; by default less than the 30 minutes after which gloo's ranks
-            give up waiting for each other.
+        push_timeout_seconds: time within which the shards of all ranks must arrive; by default less than the 30 minutes
+            after which gloo's ranks give up waiting for each other.
     """
 
     pause_mode: str = "abort"
@@ -99,7 +104,10 @@ class Settings(PluginSettings):
         if not isinstance(said, Mapping) or "model" not in said:
             raise InvalidArgument(
                 f"the arguments have no {NAME}.model",
-                fix=f"put '{NAME}: {{model: acme/policy, server: 10.0.0.1:50051}}' into a file, and pass the file with --custom-config-path",
+                fix=(
+                    f"put '{NAME}: {{model: acme/policy, server: 10.0.0.1:50051}}' into a file, "
+                    "and pass the file with --custom-config-path"
+                ),
             )
         defaults = {
             "hf_dir": getattr(args, "hf_checkpoint", ""),
@@ -109,7 +117,9 @@ class Settings(PluginSettings):
 
 
 class WeighbridgeUpdater:
-    """Updater of one Megatron rank. Every update becomes a version of the model. The version's step is the number of the update.
+    """Updater of one Megatron rank. Every update becomes a version of the model.
+
+    The version's step is the number of the update.
 
     Args:
         args: slime's or Miles's arguments.
@@ -117,7 +127,8 @@ class WeighbridgeUpdater:
         weights_getter, model_name: for gathered weights; not used.
         quantization_config: of the checkpoint that engines start from.
         is_lora: whether only adapters are trained.
-        group: returns the group in which the ranks agree. It contains all ranks and communicates over host memory; by default the default group.
+        group: returns the group in which the ranks agree. It contains all ranks and communicates over host memory; by
+            default the default group.
 
     Attributes:
         weight_version: number of the newest update; slime sets it when training resumes.
@@ -140,7 +151,10 @@ class WeighbridgeUpdater:
     ) -> None:
         if quantization_config:
             raise InvalidArgument(
-                "engines of this checkpoint need quantised weights, but Megatron's ranks push their weights as they are",
+                (
+                    "engines of this checkpoint need quantised weights, but Megatron's ranks push "
+                    "their weights as they are"
+                ),
                 fix="start engines from a checkpoint that is not quantised: --hf-checkpoint",
             )
         if is_lora:
@@ -167,7 +181,9 @@ class WeighbridgeUpdater:
         engine_gpu_offsets: Sequence[int] | None = None,
         engine_parallel_configs: Sequence[Mapping[str, object]] | None = None,
     ) -> None:
-        """Record the Ray handles of the engines. When the first rank updates the engines, it asks them for the addresses of their servers.
+        """Record the Ray handles of the engines.
+
+        When the first rank updates the engines, it asks them for the addresses of their servers.
 
         The other arguments are for GPU groups and are not used.
         """
@@ -186,20 +202,24 @@ class WeighbridgeUpdater:
         self._fresh = False
 
     def pop_metrics(self) -> dict[str, float]:
-        """Metrics of the newest update, returned once on each rank: the version's number and whether it is held, seconds until it could be pulled,
-        seconds and bytes of the engines' fetches, and seconds for which the engines were paused.
+        """Metrics of the newest update, returned once on each rank: the version's number and whether it is held,
+        seconds until it could be pulled, seconds and bytes of the engines' fetches, and seconds for which the engines
+        were paused.
         """
         found, self._metrics = self._metrics, {}
         return found
 
     def update_weights(self) -> None:
-        """Push this rank's shards, and update all engines to the version that the ranks push together. All ranks call it.
+        """Push this rank's shards, and update all engines to the version that the ranks push together.
+
+        All ranks call it.
 
         Engines serve until the last of them has fetched its bytes; then they pause, apply the bytes and resume.
 
         Raises:
-            RanksFailed: on all ranks. A rank cannot push, the version could not be completed, or an engine did not apply it; states which, and why.
-                Engines that can resume do so. No engine was changed before the version was complete.
+            RanksFailed: on all ranks. A rank cannot push, the version could not be completed, or an engine did not
+                apply it; states which, and why. Engines that can resume do so. No engine was changed before the version
+                was complete.
         """
         self.weight_version += 1
         ranks = ProcessGroup(self._group())
@@ -212,8 +232,8 @@ class WeighbridgeUpdater:
             raise
 
     def _begin(self) -> str:
-        """Check that this rank can push, before the first update and after a failed one: otherwise the other ranks would wait for it. The first rank
-        registers the model if it is not registered yet.
+        """Check that this rank can push, before the first update and after a failed one: otherwise the other ranks
+        would wait for it. The first rank registers the model if it is not registered yet.
 
         Returns:
             Ticket that, with the number of the update, joins the ranks' pushes into one version.
@@ -231,7 +251,10 @@ class WeighbridgeUpdater:
         return sharded_chunks(self._model)
 
     def _move(self) -> dict[str, float]:
-        """Push this rank's shards and, on the first rank, update the engines to the version. The first rank returns the metrics."""
+        """Push this rank's shards and, on the first rank, update the engines to the version.
+
+        The first rank returns the metrics.
+        """
         started = time.monotonic()
         ranks = ProcessGroup(self._group())
         ticket = f"{self._ticket}/{self.weight_version}"
@@ -249,12 +272,16 @@ class WeighbridgeUpdater:
         if ranks.rank:
             handle.report(timeout)
             return {}
-        # one rank waits for all: a ready version means that every rank has pushed; the other ranks receive the outcome from this one
+        # one rank waits for all: a ready version means that every rank has pushed; the other ranks receive the outcome
+        # from this one
         version = handle.wait(VersionState.READY, timeout=timeout)
         return self._bring(version, time.monotonic() - started)
 
     def _bring(self, version: Version, push_seconds: float) -> dict[str, float]:
-        """Update the engines to a version, under the label that slime and Miles compare. Returns the update's metrics."""
+        """Update the engines to a version, under the label that slime and Miles compare.
+
+        Returns the update's metrics.
+        """
         if self._servers is None:
             self._servers = self._connected()
         done = update(self._servers, version.number, str(self.weight_version))
@@ -297,7 +324,10 @@ class WeighbridgeUpdater:
 
 
 def _trainer_actor() -> tuple[str, ModuleType]:
-    """The framework of this process, and the module that defines the trainer actor. The module contains the name of the updater to replace."""
+    """The framework of this process, and the module that defines the trainer actor.
+
+    The module contains the name of the updater to replace.
+    """
     for framework in _FRAMEWORKS:
         module = sys.modules.get(f"{framework}.backends.megatron_utils.actor")
         if module is not None and hasattr(module, _REPLACED):

@@ -1,6 +1,8 @@
-"""Weight transfer of TRL: each sync of an ``AsyncGRPOTrainer`` is a version, and the ranks of vLLM pull their own slices of it.
+"""Weight transfer of TRL: each sync of an ``AsyncGRPOTrainer`` is a version, and the ranks of vLLM pull their own
+slices of it.
 
-``AsyncGRPOTrainer(weight_transfer=WeighbridgeTransfer(...))``. TRL calls five of its methods. This module does not import TRL.
+``AsyncGRPOTrainer(weight_transfer=WeighbridgeTransfer(...))``. TRL calls five of its methods. This module does not
+import TRL.
 """
 
 from __future__ import annotations
@@ -24,19 +26,22 @@ if TYPE_CHECKING:
 class WeighbridgeTransfer:
     """Transfers the weights of TRL's main process to vLLM servers that have weighbridge's plug-in.
 
-    TRL pauses its server before it gathers, and resumes it after the transfer unless that failed. Here servers generate until the version is complete
-    and on their machines. `send_weights` pauses them only for the last step, and resumes them whenever their weights are consistent. TRL's own pauses
-    are ignored.
+    TRL pauses its server before it gathers, and resumes it after the transfer unless that failed. Here servers generate
+    until the version is complete and on their machines. `send_weights` pauses them only for the last step, and resumes
+    them whenever their weights are consistent. TRL's own pauses are ignored.
 
     Args:
         model: ``namespace/name``.
-        urls: URL of the vLLM server, as ``vllm_server_base_url``; or several URLs; or none, if agents of the servers follow ``live``.
+        urls: URL of the vLLM server, as ``vllm_server_base_url``; or several URLs; or none, if agents of the servers
+            follow ``live``.
         server: ``host:port`` of the service's gRPC endpoint; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
-        step: returns the step of a version, such as ``lambda: trainer.state.global_step``; by default the number of versions sent.
+        step: returns the step of a version, such as ``lambda: trainer.state.global_step``; by default the number of
+            versions sent.
         pause_mode: treatment of running requests: ``keep`` them, as TRL does, ``wait`` for them, or ``abort`` them.
         buffer_bytes: host memory for data that is sent by gRPC.
         start_seconds: how long to wait for servers that are starting.
-        settings: ``hf_dir``, ``dtype``, ``run``, ``cast``, ``lane``, ``engine_server``, ``retry_seconds``, ``stale_drafter``: as for `PluginSettings`.
+        settings: ``hf_dir``, ``dtype``, ``run``, ``cast``, ``lane``, ``engine_server``, ``retry_seconds``,
+            ``stale_drafter``: as for `PluginSettings`.
 
     Attributes:
         pushed: the newest push.
@@ -98,7 +103,8 @@ class WeighbridgeTransfer:
         """Push the weights, and update all servers to them.
 
         Args:
-            iterator: name and whole tensor of each. Always consumed to the end, because other ranks gather them together with this one.
+            iterator: name and whole tensor of each. Always consumed to the end, because other ranks gather them
+                together with this one.
 
         Raises:
             As `TrainerClient.push_gathered`, and:

@@ -1,7 +1,8 @@
 """Weight updates of RL frameworks: the ranks that train push a version, and the workers of rollouts pull it.
 
-A framework gives both sides the ticket of an update, and nothing about the other side. The version's metadata contains the ticket. A worker finds the
-version by its ticket while it is still being pushed, and learns at once if the push fails.
+A framework gives both sides the ticket of an update, and nothing about the other side. The version's metadata contains
+the ticket. A worker finds the version by its ticket while it is still being pushed, and learns at once if the push
+fails.
 """
 
 from __future__ import annotations
@@ -42,18 +43,24 @@ _BUFFER_BYTES = (2 << 20, 256 << 20)
 
 
 def buffers_within(bucket_bytes: int) -> int:
-    """Buffer bytes of a push whose total need is limited to a bucket. The other half of the bucket is left for data that gRPC holds."""
+    """Buffer bytes of a push whose total need is limited to a bucket.
+
+    The other half of the bucket is left for data that gRPC holds.
+    """
     least, most = _BUFFER_BYTES
     return min(max(bucket_bytes // 2, least), most)
 
 
 @dataclass(frozen=True)
 class UpdateSettings(ModelSource):
-    """Settings that training ranks and engines need, common to all RL frameworks. The adapter for each framework adds its own.
+    """Settings that training ranks and engines need, common to all RL frameworks.
+
+    The adapter for each framework adds its own.
 
     Attributes:
         engine_server: how engines and rollouts reach the service, if not as trainers do.
-        hf_dir: folder with ``config.json`` and the tokenizer, by which the model is registered; not needed if it is registered.
+        hf_dir: folder with ``config.json`` and the tokenizer, by which the model is registered; not needed if it is
+            registered.
         dtype: dtype to register the model with, such as ``bf16``; by default the dtype in the folder's config.
         run: name of the training run; part of the versions' lineage.
         cast: which casts to the registered dtype a push may make, as for `TrainerClient.push_state_dict`.
@@ -80,8 +87,8 @@ class PluginSettings(UpdateSettings):
     """Settings for frameworks whose engines run weighbridge's plug-in and fetch versions themselves.
 
     Attributes:
-        stale_drafter: policy for updates that leave the drafter of speculative decoding behind: engines ``refuse`` or ``allow`` them; None keeps the
-            policy that the engines were started with.
+        stale_drafter: policy for updates that leave the drafter of speculative decoding behind: engines ``refuse`` or
+            ``allow`` them; None keeps the policy that the engines were started with.
     """
 
     stale_drafter: str | None = None
@@ -135,7 +142,9 @@ class Update:
 
 @contextmanager
 def taken_to_the_end(weights: Iterable[object]) -> Iterator[None]:
-    """If the block fails, consume the remaining gathered tensors; otherwise the other ranks would wait for this one forever."""
+    """If the block fails, consume the remaining gathered tensors; otherwise the other ranks would wait for this one
+    forever.
+    """
     try:
         yield
     except Exception:
@@ -162,7 +171,9 @@ class UpdateSender:
         self._sent = 0
 
     def register(self) -> None:
-        """Register the model if a folder was given and the model is not registered yet; as `TrainerClient.register_model`."""
+        """Register the model if a folder was given and the model is not registered yet; as
+        `TrainerClient.register_model`.
+        """
         folder = self.settings.hf_dir
         if folder is not None and not self._registered:
             self._client.register_model(self._model, folder, dtype=self.settings.dtype)
@@ -201,7 +212,8 @@ class UpdateSender:
         """Push this rank's share of tensors that all ranks gather. All tensors are consumed, even if the push fails.
 
         Args:
-            update: the update, the same on all ranks; None if the framework gives the ranks no ticket: they then find each other by the step.
+            update: the update, the same on all ranks; None if the framework gives the ranks no ticket: they then find
+                each other by the step.
             weights: name and whole tensor of each.
             step: the training step; by default the number of updates that this rank has sent.
             rank, ranks: this rank, and the number of ranks.
@@ -245,7 +257,9 @@ class UpdateReceiver:
     async def receive(
         self, update: Update, device: torch.device, superseded: Callable[[], bool]
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Wait until an update is complete, and yield its tensors. Each is fetched once the previous one was consumed; on GPUs about 64 MB earlier.
+        """Wait until an update is complete, and yield its tensors.
+
+        Each is fetched once the previous one was consumed; on GPUs about 64 MB earlier.
 
         Args:
             update: which one.
@@ -259,9 +273,7 @@ class UpdateReceiver:
             FailedPrecondition: the update is superseded.
         """
         source = self._source
-        async with AsyncEngineClient(
-            source.server, lane=source.lane, retry_seconds=source.retry_seconds
-        ) as client:
+        async with AsyncEngineClient(source.server, lane=source.lane, retry_seconds=source.retry_seconds) as client:
             version = update.version
             if version is None:
                 version = await self._ready(client, update, superseded)
@@ -280,7 +292,10 @@ class UpdateReceiver:
             return number
 
     async def _found(self, client: AsyncEngineClient, update: Update, superseded: Callable[[], bool]) -> int:
-        """Number of the version that belongs to an update. It is found by its ticket, because any training rank may have opened it."""
+        """Number of the version that belongs to an update.
+
+        It is found by its ticket, because any training rank may have opened it.
+        """
         model = self._source.model
         deadline = time.monotonic() + self._timeout
         pause, longest = _PAUSES

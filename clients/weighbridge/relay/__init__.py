@@ -1,5 +1,5 @@
-"""Relay of step folders between machines without a common file system, ``weighbridge relay``: each step that a trainer writes becomes a version,
-and each version a folder where engines run.
+"""Relay of step folders between machines without a common file system, ``weighbridge relay``: each step that a trainer
+writes becomes a version, and each version a folder where engines run.
 """
 
 # May import: `_clients` and folders below.

@@ -35,8 +35,8 @@ class Incoming:
     retry_seconds: float = 2.0
 
     def run(self) -> Iterator[Relayed]:
-        """Relay until the process ends. Yields the step that is there at the start, if it is the ref's, then each that was placed, and each
-        failure.
+        """Relay until the process ends. Yields the step that is there at the start, if it is the ref's, then each that
+        was placed, and each failure.
 
         Raises:
             FailedPrecondition: another process places folders there.

@@ -53,17 +53,18 @@ class _Pushed:
 class Outgoing:
     """Pushes the steps of one folder as versions of one model.
 
-    Only the newest complete step is pushed. Steps that are superseded before their turn are skipped. The newest one is pushed again if
-    its files or its marker are rewritten, and an older one if the later ones are deleted, as by a trainer that goes back. The last pushed
-    step is read from the service, so that a new process continues after another one.
+    Only the newest complete step is pushed. Steps that are superseded before their turn are skipped. The newest one is
+    pushed again if its files or its marker are rewritten, and an older one if the later ones are deleted, as by a
+    trainer that goes back. The last pushed step is read from the service, so that a new process continues after another
+    one.
 
     Attributes:
         client: client of the service.
         model: ``namespace/name``.
         root: the folder of all steps.
         names: names of the folders in it.
-        hf_dir: folder of ``config.json`` and the tokenizer, to register the model with the tensors of the first step if it is not
-            registered.
+        hf_dir: folder of ``config.json`` and the tokenizer, to register the model with the tensors of the first step if
+            it is not registered.
         cast: as for `TrainerClient.push_folder`.
         poll_seconds: interval between checks of the folder.
     """
@@ -81,8 +82,8 @@ class Outgoing:
     _refused: str = field(default="", init=False)
 
     def run(self) -> Iterator[Relayed]:
-        """Relay until the process ends. Yields each step that was pushed, and each failure; a refused step is not retried until it changes.
-        An unreadable folder is reported once, and read again.
+        """Relay until the process ends. Yields each step that was pushed, and each failure; a refused step is not
+        retried until it changes. An unreadable folder is reported once, and read again.
         """
         pause, longest = _PAUSES
         told: Relayed | None = None
@@ -131,7 +132,10 @@ class Outgoing:
         return None if found.contents in known else found
 
     def _relay(self, found: _Found) -> Version | None:
-        """Push a step; None if it was pushed before. The version becomes visible only if the folder has not changed since it was found."""
+        """Push a step; None if it was pushed before.
+
+        The version becomes visible only if the folder has not changed since it was found.
+        """
         self._register(found)
         if not self._asked:
             self._last, self._asked = self._pushed_before(), True

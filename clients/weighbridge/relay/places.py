@@ -1,4 +1,6 @@
-"""Places of step folders: each appears complete, is marked last, and is removed as a whole, even if the process is killed in between."""
+"""Places of step folders: each appears complete, is marked last, and is removed as a whole, even if the process is
+killed in between.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.relay.steps import STEPS, StepNames
 
 _LABEL = ".weighbridge"
-"""File in each folder that is placed here: the label of its weights. It is written before the folder gets its name, so a folder without
-it is not ours."""
+"""File in each folder that is placed here: the label of its weights. It is written before the folder gets its name, so
+a folder without it is not ours."""
 _SCRATCH = ".weighbridge-"
 _LOCK = ".weighbridge.lock"
 
@@ -73,8 +75,8 @@ class StepPlaces:
     def put(self, step: int, label: str, write: Callable[[Path], None]) -> None:
         """Place a step: its files are on disk before its folder gets its name, and its folder before it is marked.
 
-        Placed folders of later steps are removed, as the trainer has gone back; so are the oldest beyond `keep`. Each loses its marker
-        first.
+        Placed folders of later steps are removed, as the trainer has gone back; so are the oldest beyond `keep`. Each
+        loses its marker first.
 
         Args:
             step: the training step.
@@ -127,7 +129,9 @@ class StepPlaces:
         return [step for step in self.names.steps(self.root) if self._placed(step)]
 
     def _withdraw(self, step: int, scratch: Path) -> None:
-        """Remove the folder of a step that was placed here, the marker first; processes that have its files open can still read them."""
+        """Remove the folder of a step that was placed here, the marker first; processes that have its files open can
+        still read them.
+        """
         target, marker = self.names.path(self.root, step), self.names.marker_of(self.root, step)
         if marker.exists():
             marker.unlink()

@@ -20,8 +20,8 @@ class StepNames:
     """Naming scheme of a trainer's folders.
 
     Attributes:
-        folder: folder of a step, relative to the folder of all: ``{step}``, or ``{step:07d}`` with leading zeros, once in its first part;
-            further parts lead from there to the weights, as in ``step_{step}/weight``.
+        folder: folder of a step, relative to the folder of all: ``{step}``, or ``{step:07d}`` with leading zeros, once
+            in its first part; further parts lead from there to the weights, as in ``step_{step}/weight``.
         marker: the file that is written last, relative to the weights, as in ``STABLE`` or ``../STABLE``.
 
     Raises:
@@ -59,8 +59,8 @@ class StepNames:
         return Path(os.path.normpath(self.path(root, step) / self.marker))
 
     def steps(self, root: Path) -> list[int]:
-        """The steps that have a folder, complete or not, the newest first; empty if there is no root yet. Names with other leading zeros are
-        skipped.
+        """The steps that have a folder, complete or not, the newest first; empty if there is no root yet. Names with
+        other leading zeros are skipped.
 
         Raises:
             OSError: the file system refuses.
@@ -89,7 +89,8 @@ STEPS = StepNames()
 
 
 def contents(folder: Path, marker: Path) -> str:
-    """Digest of the names, sizes and times of a step's weights and of its marker, which changes when any of them is rewritten.
+    """Digest of the names, sizes and times of a step's weights and of its marker, which changes when any of them is
+    rewritten.
 
     Raises:
         FileNotFoundError: the folder, or a file of it, is gone, or is a dangling link.

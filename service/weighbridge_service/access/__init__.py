@@ -1,7 +1,7 @@
 """Access: the identity of a caller, proved by the caller's evidence, and the scopes that it has.
 
-The server of each protocol builds an `Evidence` from a connection; `Access` resolves it to an `Identity`; `peer.authorize` checks the
-identity's scopes.
+The server of each protocol builds an `Evidence` from a connection; `Access` resolves it to an `Identity`;
+`peer.authorize` checks the identity's scopes.
 
 May import: `runtime`, `weighbridge_storage`, `weighbridge`; nothing here knows of gRPC's calls or HTTP's requests.
 

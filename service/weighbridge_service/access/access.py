@@ -51,7 +51,8 @@ class Access:
     Args:
         policy: the policy file. With None and without `certificates`, every caller may do everything.
         replica_key: secret that all replicas over one store share.
-        certificates: whether clients are asked for certificates. Without a policy, only callers with a certificate are allowed.
+        certificates: whether clients are asked for certificates. Without a policy, only callers with a certificate are
+            allowed.
         lane: whether there is a local lane.
         clock: returns seconds since 1970.
         look_seconds: interval between two checks of the policy file for changes.

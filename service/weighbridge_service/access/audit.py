@@ -1,7 +1,7 @@
 """Audit log: identity, host, action, model and result of calls, one line of JSON each, without secrets.
 
-It records every refusal, and every call that changes something or reads weights. While the log cannot be written, the service refuses such
-calls before it executes them.
+It records every refusal, and every call that changes something or reads weights. While the log cannot be written, the
+service refuses such calls before it executes them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ _MOST_UNWRITTEN = 1 << 20
 
 @contextmanager
 def noting(into: dict[str, Any]) -> Iterator[None]:
-    """Collect in ``into`` what the block passes to `note`, in this thread or in threads that run with a copy of its context."""
+    """Collect in ``into`` what the block passes to `note`, in this thread or in threads that run with a copy of its
+    context.
+    """
     token = _noted.set(into)
     try:
         yield
@@ -59,8 +61,8 @@ def note(**said: object) -> None:
     """Add fields about the change that the current call asks for, or has made, to its line in the audit log.
 
     Args:
-        said: ``version``: as requested, and its number once that is known; ``before`` and ``after``: the value that was changed, as a JSON value;
-            ``state``: the outcome, such as ``done`` or ``pending``.
+        said: ``version``: as requested, and its number once that is known; ``before`` and ``after``: the value that was
+            changed, as a JSON value; ``state``: the outcome, such as ``done`` or ``pending``.
     """
     into = _noted.get()
     if into is not None:
@@ -70,8 +72,8 @@ def note(**said: object) -> None:
 class _AuditFile:
     """A file to which lines are appended. Not thread-safe.
 
-    Only the service's user and group may read it, because it reveals who uses which models. If the file was moved away, a new one is created;
-    lines that could not be written are then written first.
+    Only the service's user and group may read it, because it reveals who uses which models. If the file was moved away,
+    a new one is created; lines that could not be written are then written first.
 
     Raises:
         OSError: it cannot be written; also from `flush`.
@@ -91,7 +93,10 @@ class _AuditFile:
         return True
 
     def flush(self) -> None:
-        """Write the buffered lines. Opens the file first if it is not open or was moved away, also with nothing to write."""
+        """Write the buffered lines.
+
+        Opens the file first if it is not open or was moved away, also with nothing to write.
+        """
         if self._descriptor is not None and not self._is_there(self._descriptor):
             self.close()
         if self._descriptor is None:
@@ -148,7 +153,10 @@ class Audit:
             ) from error
 
     def check(self, verb: Verb) -> None:
-        """Raise Unavailable if calls with this verb are recorded and the log cannot be written. Call this before executing the call."""
+        """Raise Unavailable if calls with this verb are recorded and the log cannot be written.
+
+        Call this before executing the call.
+        """
         if self._file is None or verb in _QUIET:
             return
         with self._lock:
@@ -156,7 +164,10 @@ class Audit:
         if error is not None:
             raise Unavailable(
                 f"the service's audit log cannot be written: {error.strerror}",
-                fix="try again once the service's operator has repaired it: its folder, its permissions, or space on its disk",
+                fix=(
+                    "try again once the service's operator has repaired it: its folder, its "
+                    "permissions, or space on its disk"
+                ),
             )
 
     def record(

@@ -21,7 +21,10 @@ from weighbridge_service.runtime.tls_files import TlsFiles
 log = logging.getLogger(__name__)
 
 _KNOWN_CERTIFICATES = 4096
-"""Size of the cache of client certificates. Parsing one takes about 0.1 ms, and each call of a connection presents it."""
+"""Size of the cache of client certificates.
+
+Parsing one takes about 0.1 ms, and each call of a connection presents it.
+"""
 _DNS_NAME = re.compile(r"[A-Za-z0-9*_.-]+")
 
 
@@ -117,9 +120,7 @@ class Certificates:
                 ) from error
 
         ca = self._files.client_ca
-        return _Content(
-            read(self._files.certificate), read(self._files.key), None if ca is None else read(ca)
-        )
+        return _Content(read(self._files.certificate), read(self._files.key), None if ca is None else read(ca))
 
     def _made_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -130,8 +131,8 @@ class Certificates:
             if files.client_ca is not None:
                 context.load_verify_locations(files.client_ca)
                 context.verify_mode = ssl.CERT_OPTIONAL
-                # no session resumption: a resumed session keeps the client's certificate of its first handshake, even if that
-                # certificate has expired or its authority is not trusted any more
+                # no session resumption: a resumed session keeps the client's certificate of its first handshake, even
+                # if that certificate has expired or its authority is not trusted any more
                 context.options |= ssl.OP_NO_TICKET
                 context.num_tickets = 0
         except (OSError, ssl.SSLError) as error:
@@ -164,10 +165,12 @@ def names_from_tls(peer_certificate: bytes | None) -> tuple[str, ...]:
 
 @functools.lru_cache(_KNOWN_CERTIFICATES)
 def names_in(pem: bytes) -> tuple[str, ...]:
-    """The names in a certificate that can identify its owner: DNS names, URIs and addresses, or the common name if it has none of these.
+    """The names in a certificate that can identify its owner: DNS names, URIs and addresses, or the common name if it
+    has none of these.
 
-    E-mail addresses do not count, since an authority may let people choose theirs. DNS names with other characters than those of host names,
-    and URIs without a colon, are dropped, so that a name of one kind cannot pass for one of another kind.
+    E-mail addresses do not count, since an authority may let people choose theirs. DNS names with other characters than
+    those of host names, and URIs without a colon, are dropped, so that a name of one kind cannot pass for one of
+    another kind.
     """
     try:
         certificate = x509.load_pem_x509_certificate(pem)

@@ -18,8 +18,10 @@ class Evidence:
 
     Attributes:
         authorization: authorization of the call, as ``Bearer TOKEN``; empty if it has none.
-        certificate: names in the certificate that TLS has verified: its alternative names, or its common name if it has none of these.
-        user: id of the user that runs the calling process, as the kernel reports it; None for callers on other machines.
+        certificate: names in the certificate that TLS has verified: its alternative names, or its common name if it has
+            none of these.
+        user: id of the user that runs the calling process, as the kernel reports it; None for callers on other
+            machines.
     """
 
     authorization: str = field(default="", repr=False)
@@ -42,8 +44,8 @@ class Limits:
         streams: concurrent streams of weights, at each replica of the service.
         bytes_per_second: bytes of weights per second over all of its streams, at each replica.
         versions_per_hour: versions that it may open per hour, at each replica.
-        adapters: number of versions of one model that adapters may pin, at all replicas together. A pin counts for the identity that opened
-            the adapter's first version on it. None is `bases.DEFAULT_ADAPTERS`.
+        adapters: number of versions of one model that adapters may pin, at all replicas together. A pin counts for the
+            identity that opened the adapter's first version on it. None is `bases.DEFAULT_ADAPTERS`.
     """
 
     streams: int | None = None

@@ -1,7 +1,7 @@
 """Issuers of JSON web tokens (RFC 7519), such as Kubernetes and OpenID providers, and the keys that they sign with.
 
-The policy, not the token, names the algorithms. All of them sign with a private key: with a shared secret, a service that verifies tokens
-could also issue them.
+The policy, not the token, names the algorithms. All of them sign with a private key: with a shared secret, a service
+that verifies tokens could also issue them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _LEEWAY = 30.0
 """Seconds by which clocks may differ."""
 _REFRESH_SECONDS = 300.0
 _RETRY_SECONDS = 10.0
-"""Minimum interval between two requests for keys, so that tokens with invented keys cannot make the service flood the issuer."""
+"""Minimum interval between two requests for keys, so that tokens with invented keys cannot make the service flood the
+issuer.
+"""
 _FETCH_SECONDS = 5.0
 _MOST_BYTES = 1 << 20
 
@@ -72,7 +74,8 @@ class Claims:
 class KeyRing:
     """Keys of one issuer. Thread-safe; waits for the network only in `start`.
 
-    Each reload creates new key objects, so an ``is`` comparison tells whether a key is still the one of an earlier call.
+    Each reload creates new key objects, so an ``is`` comparison tells whether a key is still the one of an earlier
+    call.
 
     Args:
         issuer: the issuer.
@@ -102,7 +105,8 @@ class KeyRing:
             wait: whether to wait for a download from a URL; otherwise there are no keys until it has ended.
 
         Raises:
-            InvalidArgument: the file cannot be read or has no usable keys. A failed download does not raise; it is retried later.
+            InvalidArgument: the file cannot be read or has no usable keys. A failed download does not raise; it is
+                retried later.
         """
         if not self._remote:
             self._read_file()
@@ -112,7 +116,10 @@ class KeyRing:
             self._refresh_soon()
 
     def key(self, kid: str) -> jwt.PyJWK | None:
-        """The key with that id; None if it is not known now. An unknown key of a URL may arrive soon, since this starts a download."""
+        """The key with that id; None if it is not known now.
+
+        An unknown key of a URL may arrive soon, since this starts a download.
+        """
         if not self._remote:
             self._read_file_if_changed()
             return self._keys.get(kid)
@@ -199,9 +206,7 @@ def claims(token: str, rings: Mapping[str, KeyRing]) -> Claims | str:
         )
     except (jwt.PyJWTError, ValueError, TypeError) as error:
         return f"the token is not valid: {error}"
-    return Claims(
-        issuer.name, str(proved["sub"]), float(proved["exp"]) + _LEEWAY, lambda: ring.key(kid) is key
-    )
+    return Claims(issuer.name, str(proved["sub"]), float(proved["exp"]) + _LEEWAY, lambda: ring.key(kid) is key)
 
 
 def _keys_in(raw: bytes, issuer: Issuer) -> Mapping[str, jwt.PyJWK]:

@@ -86,7 +86,10 @@ def authorize(peer: Peer, verb: Verb, model: str = "", ref: str = "") -> None:
     if identity.problem:
         raise Unauthenticated(
             identity.problem,
-            fix="send a token (WEIGHBRIDGE_TOKEN; over HTTP `Authorization: Bearer ...`) or a certificate that the service's policy knows",
+            fix=(
+                "send a token (WEIGHBRIDGE_TOKEN; over HTTP `Authorization: Bearer ...`) or a "
+                "certificate that the service's policy knows"
+            ),
         )
     scope = _scope(verb, model, ref)
     what = f"{verb} {model}{'' if scope.ref == ALL else f'@{scope.ref}'}".strip()

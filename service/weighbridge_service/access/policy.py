@@ -45,7 +45,10 @@ _MOST_STREAMS = 65_536
 _MOST_VERSIONS = 100_000
 _MOST_ADAPTERS = 10_000
 _LEAST_RATE = 1_000_000
-"""Bytes per second. At this rate a message of 1 MiB takes a second, so that the other side does not treat the stream as dead."""
+"""Bytes per second.
+
+At this rate a message of 1 MiB takes a second, so that the other side does not treat the stream as dead.
+"""
 _MOST_BYTES = 2**53
 _NAMESPACE = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 
@@ -105,9 +108,7 @@ class Policy:
         try:
             found = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # a number of 5000 digits raises ValueError
-            raise InvalidArgument(
-                f"the policy is not valid TOML: {error}", fix="see docs/access.md"
-            ) from error
+            raise InvalidArgument(f"the policy is not valid TOML: {error}", fix="see docs/access.md") from error
         _check_keys(found, {"identity", "issuer", "namespace"}, "the policy")
         trusted = {each.issuer: each for each in map(_issuer, _tables(found, "issuer"))}
         names = {each.name for each in trusted.values()}
@@ -136,9 +137,7 @@ class Policy:
                     raise InvalidArgument(f"{where} is a second identity for anybody", fix="keep one of them")
                 anybody = replace(entry.identity, proven=False)
             entries.append(entry)
-        return Policy(
-            tuple(entries), by_token, by_user, trusted, anybody, _stored(_tables(found, "namespace"))
-        )
+        return Policy(tuple(entries), by_token, by_user, trusted, anybody, _stored(_tables(found, "namespace")))
 
 
 def _entry(table: Mapping[str, Any], issuer_names: set[str]) -> Entry:
@@ -182,7 +181,10 @@ def _limits(table: Mapping[str, Any], where: str) -> Limits:
     )
     if limits.bytes_per_second is not None and limits.streams is None:
         raise InvalidArgument(
-            f"{where} limit bytes_per_second but not streams: each stream that is slowed down occupies a thread of the service",
+            (
+                f"{where} limit bytes_per_second but not streams: each stream that is slowed down "
+                "occupies a thread of the service"
+            ),
             fix="write streams = 8, or as many as it needs at one time",
         )
     return limits
@@ -241,11 +243,7 @@ def _issuer(table: Mapping[str, Any]) -> Issuer:
     name = str(table.get("name", ""))
     where = f"the issuer {name!r}"
     _check_keys(table, _ISSUER, where)
-    missing = [
-        key
-        for key in sorted(_ISSUER - {"algorithms"})
-        if not isinstance(table.get(key), str) or not table[key]
-    ]
+    missing = [key for key in sorted(_ISSUER - {"algorithms"}) if not isinstance(table.get(key), str) or not table[key]]
     if missing:
         raise InvalidArgument(f"{where} has no {' and no '.join(missing)}", fix="see docs/access.md")
     algorithms = _texts(table, "algorithms", where)
@@ -256,9 +254,7 @@ def _issuer(table: Mapping[str, Any]) -> Issuer:
             fix=f"name the algorithms that it signs with: {', '.join(issuers.ALGORITHMS)}",
         )
     if "://" in table["keys"] and not table["keys"].startswith("https://"):
-        raise InvalidArgument(
-            f"the keys of {where} do not come over TLS", fix="name an https:// URL, or a file"
-        )
+        raise InvalidArgument(f"the keys of {where} do not come over TLS", fix="name an https:// URL, or a file")
     return Issuer(name, table["issuer"], table["audience"], algorithms, table["keys"])
 
 

@@ -16,7 +16,10 @@ _SCOPE = re.compile(
     r"(?P<verb>[a-z]+)(?::(?P<model>[A-Za-z0-9._*-]+(?:/[A-Za-z0-9._*-]+)?)(?:@(?P<ref>[A-Za-z0-9._*-]+))?)?"
 )
 WITH_REF = frozenset({Verb.TAG, Verb.APPROVE})
-"""Verbs whose scopes may be limited to some refs. Other verbs act on the version behind a ref, so their scopes cannot name refs."""
+"""Verbs whose scopes may be limited to some refs.
+
+Other verbs act on the version behind a ref, so their scopes cannot name refs.
+"""
 _WITHOUT_MODEL = frozenset({Verb.OBSERVE, Verb.REPLICATE})
 _WORDS = (*(verb.value for verb in Verb if verb is not Verb.PROBE), ADMIN)
 
@@ -37,12 +40,18 @@ class Scope:
 
     @staticmethod
     def parse(text: str) -> Scope:
-        """Parse a scope such as ``pull:acme/*``, ``tag:acme/smol@prod``, ``observe`` or ``admin``. Raises InvalidArgument."""
+        """Parse a scope such as ``pull:acme/*``, ``tag:acme/smol@prod``, ``observe`` or ``admin``.
+
+        Raises InvalidArgument.
+        """
         found = _SCOPE.fullmatch(text)
         if found is None or found["verb"] not in _WORDS:
             raise InvalidArgument(
                 f"{text[:80]!r} is not a scope",
-                fix=f"write VERB, VERB:MODEL, tag:MODEL@REF or approve:MODEL@REF, with * for any characters; verbs are {', '.join(_WORDS)}",
+                fix=(
+                    "write VERB, VERB:MODEL, tag:MODEL@REF or approve:MODEL@REF, with * for any "
+                    f"characters; verbs are {', '.join(_WORDS)}"
+                ),
             )
         verb = None if found["verb"] == ADMIN else Verb(found["verb"])
         if found["ref"] is not None and verb not in WITH_REF:
@@ -51,14 +60,13 @@ class Scope:
                 fix=f"write {text.partition('@')[0]}",
             )
         if found["model"] is not None and verb in _WITHOUT_MODEL:
-            raise InvalidArgument(
-                f"the scope {text!r} names a model", fix=f"write {verb}: it is for all models"
-            )
+            raise InvalidArgument(f"the scope {text!r} names a model", fix=f"write {verb}: it is for all models")
         return Scope(verb, found["model"] or ALL, found["ref"] or ALL)
 
     def __str__(self) -> str:
         model = "" if self.model == ALL else f":{self.model}"
-        return f"{self.verb or ADMIN}{model or (':*' if self.ref != ALL else '')}{'' if self.ref == ALL else f'@{self.ref}'}"
+        ref = "" if self.ref == ALL else f"@{self.ref}"
+        return f"{self.verb or ADMIN}{model or (':*' if ref else '')}{ref}"
 
     def allows(self, verb: Verb, model: str, ref: str) -> bool:
         """Whether the scope allows a verb on a model and ref.
@@ -79,7 +87,9 @@ class Scope:
         return verb not in WITH_REF or (matches(self.ref, ref) if ref else self.ref == ALL)
 
     def names(self, verb: Verb, model: str, ref: str) -> bool:
-        """Whether the scope allows this and names this very ref and verb: no pattern of refs, and no scope for all verbs."""
+        """Whether the scope allows this and names this very ref and verb: no pattern of refs, and no scope for all
+        verbs.
+        """
         return self.verb is verb and self.ref == ref and self.allows(verb, model, ref)
 
 
@@ -95,11 +105,7 @@ def matches(pattern: str, text: str) -> bool:
     first, *others = pattern.split("*")
     if not others:
         return text == pattern
-    if (
-        not text.startswith(first)
-        or not text.endswith(others[-1])
-        or len(text) < len(first) + len(others[-1])
-    ):
+    if not text.startswith(first) or not text.endswith(others[-1]) or len(text) < len(first) + len(others[-1]):
         return False
     position, end = len(first), len(text) - len(others[-1])
     for part in others[:-1]:

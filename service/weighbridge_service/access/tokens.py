@@ -34,6 +34,9 @@ def check_digest(text: str) -> str:
     if not found.startswith(_KIND) or len(digits) != _DIGITS or set(digits) - set("0123456789abcdef"):
         raise InvalidArgument(
             "an entry of tokens is not the digest of a token",
-            fix="enter the digest that `weighbridge token` prints after `digest`; give the token itself only to its user",
+            fix=(
+                "enter the digest that `weighbridge token` prints after `digest`; give the token "
+                "itself only to its user"
+            ),
         )
     return found

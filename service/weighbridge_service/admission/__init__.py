@@ -1,8 +1,9 @@
 """Admission: limits and queues that calls pass before the service does any work for them.
 
-A limit applies to a host, an identity, a namespace or the process. Each is counted in one of four ways: amounts held at the same time (`quotas`),
-amounts per second (`rates`), versions opened within an hour (`identity_quotas`), and bytes in the store (`stored_bytes`). A call over its
-limit is refused with ResourceExhausted, which states when to retry; streams of weights wait for capacity, in turns.
+A limit applies to a host, an identity, a namespace or the process. Each is counted in one of four ways: amounts held at
+the same time (`quotas`), amounts per second (`rates`), versions opened within an hour (`identity_quotas`), and bytes in
+the store (`stored_bytes`). A call over its limit is refused with ResourceExhausted, which states when to retry; streams
+of weights wait for capacity, in turns.
 
 May import: `access`, `runtime`, `weighbridge_storage`, `weighbridge`; nothing here knows of gRPC or HTTP.
 

@@ -1,10 +1,11 @@
 """Budget of bytes in flight through the service, and the order in which streams get capacity from it.
 
-Outgoing bytes are in flight from when they are read out of an image or the store until they are sent; incoming bytes from when they are
-received until they are stored. A stream reserves capacity before it brings a message into memory, and releases it once the message has left.
-Without capacity it waits. Room is granted round-robin: within a direction from host to host, on a host from connection to connection, and on a
-connection from stream to stream. Each direction, host and connection has a maximum share, so stalled streams occupy only their own share. While
-streams wait, a stream whose client has neither read nor sent anything for some seconds is ended; its client can resume it. Reads between
+Outgoing bytes are in flight from when they are read out of an image or the store until they are sent; incoming bytes
+from when they are received until they are stored. A stream reserves capacity before it brings a message into memory,
+and releases it once the message has left. Without capacity it waits. Room is granted round-robin: within a direction
+from host to host, on a host from connection to connection, and on a connection from stream to stream. Each direction,
+host and connection has a maximum share, so stalled streams occupy only their own share. While streams wait, a stream
+whose client has neither read nor sent anything for some seconds is ended; its client can resume it. Reads between
 replicas have a share of their own and wait for no other direction, because a pull may depend on another replica's read.
 """
 
@@ -124,7 +125,10 @@ class ByteBudget:
                 if reservation.gone:
                     raise Unavailable("the caller has gone")
                 raise ResourceExhausted(
-                    f"the service has {self._nbytes} of {self.capacity} bytes of weights in flight, and no room for more",
+                    (
+                        f"the service has {self._nbytes} of {self.capacity} bytes of weights in "
+                        "flight, and no room for more"
+                    ),
                     fix="try again later; if that goes on, serve with a larger --byte-budget, or more replicas",
                     retry_after=RETRY_SECONDS,
                 )
@@ -140,7 +144,10 @@ class ByteBudget:
                 self._changed.wait(min(deadline - now, _LOOK_SECONDS))
 
     def _stuck(self, side: _Side, now: float) -> list[Reservation]:
-        """Stalled streams that hold capacity in a direction: at most as many as wait there. Each stall is reported once."""
+        """Stalled streams that hold capacity in a direction: at most as many as wait there.
+
+        Each stall is reported once.
+        """
         found: list[Reservation] = []
         for reservation in self._holding:
             if len(found) == len(side.waiting):
@@ -205,8 +212,8 @@ class Reservation:
         patience: returns the number of seconds that the stream can still wait for capacity.
         end: ends the stream, from any thread, if its client stalls while other streams wait.
         gone: whether the caller has disconnected.
-        with_client_since: start of the current wait for the client to read or send a message, in seconds of the monotonic clock; 0 while the
-            service itself is working.
+        with_client_since: start of the current wait for the client to read or send a message, in seconds of the
+            monotonic clock; 0 while the service itself is working.
         nbytes: bytes of capacity that the stream has, or waits for.
         granted: whether the capacity was granted.
     """
@@ -222,7 +229,8 @@ class Reservation:
     granted: bool = False
 
     def take(self, data_bytes: int = rpc.MESSAGE_BYTES) -> None:
-        """Release the capacity of the previous message, then wait for capacity for a message with `data_bytes` bytes of weights.
+        """Release the capacity of the previous message, then wait for capacity for a message with `data_bytes` bytes of
+        weights.
 
         Raises:
             ResourceExhausted: there was no capacity for as long as the stream can wait. The error states when to retry.

@@ -1,8 +1,8 @@
 """Quotas of identities, by the limits of the policy: streams, bytes per second, versions per hour.
 
-Each process counts its own. Decisions are made by immutable values and pure functions (`Places`, `rates.Bucket`, `seconds_until_next`). A
-throttled stream waits before it takes any resource that other streams could need. A caller that retries refused streams without a pause is
-throttled as well, because each refusal costs the service time.
+Each process counts its own. Decisions are made by immutable values and pure functions (`Places`, `rates.Bucket`,
+`seconds_until_next`). A throttled stream waits before it takes any resource that other streams could need. A caller
+that retries refused streams without a pause is throttled as well, because each refusal costs the service time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ from weighbridge_service.admission.rates import Rates
 
 _HOUR = 3600.0
 _KEPT_SECONDS = 5.0
-"""Seconds for which a place is reserved for another part of a stream whose first part has begun. Clients start the other parts at once."""
+"""Seconds for which a place is reserved for another part of a stream whose first part has begun.
+
+Clients start the other parts at once.
+"""
 _REFUSALS_A_SECOND, _REFUSALS_AT_ONCE = 20.0, 100.0
-"""Rate (per second) and burst of refused streams after which an identity is throttled. A client that obeys ``retry_after`` makes one a second."""
+"""Rate (per second) and burst of refused streams after which an identity is throttled.
+
+A client that obeys ``retry_after`` makes one a second.
+"""
 _SLACK_SECONDS = 0.005
 """A stream that is ahead of its rate by less than this does not wait: very short sleeps cost more than they smooth."""
 
@@ -43,13 +49,11 @@ class Places:
     held: int = 0
     kept: tuple[float, ...] = ()
 
-    def begun(
-        self, asked: Striping, limit: int, now: float, *, whole: bool
-    ) -> tuple[Places, Striping] | None:
+    def begun(self, asked: Striping, limit: int, now: float, *, whole: bool) -> tuple[Places, Striping] | None:
         """The places after one more call has begun; None if there is no place for it.
 
-        A stream can be striped over several calls, and makes no progress before all of them have begun. So the first call reserves places for
-        the others; if there are too few, it carries the whole stream itself.
+        A stream can be striped over several calls, and makes no progress before all of them have begun. So the first
+        call reserves places for the others; if there are too few, it carries the whole stream itself.
 
         Args:
             asked: part of the stream that the call is to carry.
@@ -78,7 +82,8 @@ class Places:
 
 
 def seconds_until_next(times: Sequence[float], limit: int, now: float) -> float:
-    """Seconds until the next event is allowed when at most ``limit`` are allowed within an hour; 0 if it is allowed now.
+    """Seconds until the next event is allowed when at most ``limit`` are allowed within an hour; 0 if it is allowed
+    now.
 
     Args:
         times: times of past events in seconds, ascending.
@@ -108,19 +113,28 @@ class Streaming:
         self._ended = threading.Event()
 
     def delay(self, nbytes: int = 0) -> float:
-        """Count the next bytes if they may be transferred now, and return 0. Otherwise count nothing, and return the seconds to wait."""
+        """Count the next bytes if they may be transferred now, and return 0.
+
+        Otherwise count nothing, and return the seconds to wait.
+        """
         if self._rate is None:
             return 0.0
         return self._rates.take(self._name, nbytes, least=0.0, rate=self._rate, slack=_SLACK_SECONDS)
 
     def wait(self, nbytes: int = 0) -> None:
-        """Block until the next bytes may be transferred, and count them. Raises Unavailable if the stream ends first."""
+        """Block until the next bytes may be transferred, and count them.
+
+        Raises Unavailable if the stream ends first.
+        """
         while seconds := self.delay(nbytes):
             if self._ended.wait(seconds):
                 raise Unavailable("the caller has gone")
 
     def count(self, nbytes: int) -> None:
-        """Count bytes after they were transferred, because their number was not known before. The next ones wait for them."""
+        """Count bytes after they were transferred, because their number was not known before.
+
+        The next ones wait for them.
+        """
         if self._rate is not None:
             self._rates.take(self._name, nbytes, rate=self._rate)
 
@@ -134,8 +148,8 @@ class Opening:
     """A version that is about to be opened, and counts for the versions per hour of its identity.
 
     Attributes:
-        new: whether the version was possibly not open before. False if the version was found open, or if the quota allowed no new one; then
-            nothing is counted.
+        new: whether the version was possibly not open before. False if the version was found open, or if the quota
+            allowed no new one; then nothing is counted.
     """
 
     new: bool = True
@@ -161,15 +175,14 @@ class IdentityQuotas:
         self._refusals = Rates(_REFUSALS_A_SECOND, _REFUSALS_AT_ONCE, self._now)
 
     @contextmanager
-    def streaming(
-        self, identity: Identity, asked: Striping = WHOLE, *, whole: bool = False
-    ) -> Iterator[Streaming]:
+    def streaming(self, identity: Identity, asked: Striping = WHOLE, *, whole: bool = False) -> Iterator[Streaming]:
         """Hold a place for a stream while the block runs.
 
         Args:
             identity: identity of the caller.
             asked: part of the stream that the call is to carry.
-            whole: whether the call may carry the whole stream instead if there are too few places; see `Streaming.striping`.
+            whole: whether the call may carry the whole stream instead if there are too few places; see
+                `Streaming.striping`.
 
         Raises:
             ResourceExhausted: there is no place. The error states when to retry.
@@ -183,7 +196,8 @@ class IdentityQuotas:
             if begun is not None:
                 self._places[name] = begun[0]
         if begun is None:
-            # a burst of refusals lowers the bucket by no more than a second's worth, so that the identity is throttled for no longer
+            # a burst of refusals lowers the bucket by no more than a second's worth, so that the identity is throttled
+            # for no longer
             self._refusals.take(name, least=1 - _REFUSALS_A_SECOND)
             raise _no_more_streams(identity)
         streaming = Streaming(self.rates, identity, begun[1])
@@ -195,7 +209,9 @@ class IdentityQuotas:
                 self._places[name] = self._places[name].ended()
 
     def put_off(self, identity: Identity) -> float:
-        """Seconds for which a call of an identity is put off because too many of its streams were refused lately; usually 0."""
+        """Seconds for which a call of an identity is put off because too many of its streams were refused lately;
+        usually 0.
+        """
         limited = identity.limits.streams is not None
         return RETRY_SECONDS if limited and self._refusals.left(identity.name) < 0.0 else 0.0
 
@@ -206,10 +222,13 @@ class IdentityQuotas:
 
     @contextmanager
     def opening(self, identity: Identity) -> Iterator[Opening]:
-        """Count a version that an identity opens in the block. It does not count if the block fails, or sets `Opening.new` to False.
+        """Count a version that an identity opens in the block.
+
+        It does not count if the block fails, or sets `Opening.new` to False.
 
         Raises:
-            ResourceExhausted: the identity has opened its number of versions within an hour. The error states when to retry.
+            ResourceExhausted: the identity has opened its number of versions within an hour. The error states when to
+                retry.
         """
         limit, opening = identity.limits.versions_per_hour, Opening()
         if limit is None:
@@ -224,7 +243,10 @@ class IdentityQuotas:
                 opened.append(now)
         if seconds:
             raise ResourceExhausted(
-                f"{identity.name} has opened {counted(limit, 'version')} within an hour, and may open the next one in {readable_duration(seconds, rough=True)}",
+                (
+                    f"{identity.name} has opened {counted(limit, 'version')} within an hour, and "
+                    f"may open the next one in {readable_duration(seconds, rough=True)}"
+                ),
                 fix="push less often, or let the service's policy give it more `versions_per_hour`",
                 retry_after=seconds,
             )
@@ -241,19 +263,22 @@ class IdentityQuotas:
         return self.clock()
 
     def use_of(self, identity: Identity) -> Limits:
-        """Current usage of an identity: running streams, bytes taken from its bucket of one second, and versions opened within the last hour."""
+        """Current usage of an identity: running streams, bytes taken from its bucket of one second, and versions opened
+        within the last hour.
+        """
         name, rate = identity.name, identity.limits.bytes_per_second
         taken = 0 if rate is None else round(min(rate - self.rates.left(name, rate), rate))
         with self._lock:
             now = self.clock()
-            return Limits(
-                self._places[name].held, taken, sum(each > now - _HOUR for each in self._opened[name])
-            )
+            return Limits(self._places[name].held, taken, sum(each > now - _HOUR for each in self._opened[name]))
 
 
 def _no_more_streams(identity: Identity) -> ResourceExhausted:
     return ResourceExhausted(
-        f"{identity.name} has {counted(identity.limits.streams or 0, 'stream')} of weights, and may have no more at one time",
+        (
+            f"{identity.name} has {counted(identity.limits.streams or 0, 'stream')} of weights, "
+            "and may have no more at one time"
+        ),
         fix="wait until one ends, or let the service's policy give it more `streams`",
         retry_after=RETRY_SECONDS,
     )

@@ -1,8 +1,9 @@
 """Waits for messages of callers. Each has a timeout, which is shorter while memory grows unexpectedly.
 
-gRPC buffers a whole message, whatever its announced length, and rejects it for its size only at the end. So a caller that announces a long
-message and withholds its last byte occupies that much memory. The service cannot see which call that is. It sees only that memory grows, and
-which calls have waited for a message longer than a well-behaved client takes.
+gRPC buffers a whole message, whatever its announced length, and rejects it for its size only at the end. So a caller
+that announces a long message and withholds its last byte occupies that much memory. The service cannot see which call
+that is. It sees only that memory grows, and which calls have waited for a message longer than a well-behaved client
+takes.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ log = logging.getLogger(__name__)
 MOST_GROWTH = 64 << 20
 """Bytes by which unaccounted memory may grow while calls wait for messages."""
 _SLOW_SECONDS, _QUICK_SECONDS = 0.1, 0.02
-"""Seconds that a message of 1 MiB takes at 10 and at 50 MB/s. Once memory has grown too much, waits longer than the first are ended. The more it
-has grown, the shorter this limit is, but never shorter than the second."""
+"""Seconds that a message of 1 MiB takes at 10 and at 50 MB/s. Once memory has grown too much, waits longer than the
+first are ended. The more it has grown, the shorter this limit is, but never shorter than the second."""
 _LOOK_SECONDS = 0.03
 _ALERT_SECONDS = 0.01
 """Interval between two checks while memory grows; otherwise `_LOOK_SECONDS`."""
@@ -123,7 +124,8 @@ class MessageWaits:
                 trimmed = now
                 kept = process_memory.give_back(kept, _KEPT_BYTES + accounted)
             held = process_memory.private_bytes() - accounted
-            # memory that is left after slow calls were ended does not belong to the remaining ones, so it becomes the new baseline
+            # memory that is left after slow calls were ended does not belong to the remaining ones, so it becomes the
+            # new baseline
             waited = not settled and any(now - wait.since > _QUICK_SECONDS for wait in waits)
             least = min(least, held) if waited else held
             growth = held - least

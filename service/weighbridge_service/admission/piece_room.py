@@ -1,7 +1,9 @@
-"""Capacity for pieces of files that are being sent to readers over HTTP. The less capacity is left, the smaller new pieces are.
+"""Capacity for pieces of files that are being sent to readers over HTTP.
 
-A reader that stops reading occupies its pieces for as long as its connection lasts. So no reader waits for the capacity of another: when no capacity
-is left, a new reader still gets pieces of the smallest size.
+The less capacity is left, the smaller new pieces are.
+
+A reader that stops reading occupies its pieces for as long as its connection lasts. So no reader waits for the capacity
+of another: when no capacity is left, a new reader still gets pieces of the smallest size.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from contextlib import contextmanager
 
 SMALLEST_BYTES = 128 << 10
 _SHARES = 16
-"""A piece takes at most one part in this many of the free capacity: 24 readers get pieces of full size, and hundreds still leave some free."""
+"""A piece takes at most one part in this many of the free capacity: 24 readers get pieces of full size, and hundreds
+still leave some free.
+"""
 
 
 class PieceRoom:

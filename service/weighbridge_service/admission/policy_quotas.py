@@ -35,20 +35,19 @@ class Quotas:
         self._limited = limited
 
     @contextmanager
-    def opening(
-        self, by: Identity, name: ModelName, nbytes: int, is_open: Callable[[], bool]
-    ) -> Iterator[Opening]:
+    def opening(self, by: Identity, name: ModelName, nbytes: int, is_open: Callable[[], bool]) -> Iterator[Opening]:
         """Check the quotas for a version that the block opens. A version that is already open counts for nothing.
 
         Args:
             by: identity of the caller that opens it.
             name: name of the model.
-            nbytes: bytes that the version adds to its namespace; 0 if the namespace has no limit, or the size is not known yet.
+            nbytes: bytes that the version adds to its namespace; 0 if the namespace has no limit, or the size is not
+                known yet.
             is_open: returns whether the version is already open.
 
         Raises:
-            ResourceExhausted: the identity has opened its number of versions within an hour (the error states when to retry), or
-                the namespace has no capacity for the version.
+            ResourceExhausted: the identity has opened its number of versions within an hour (the error states when to
+                retry), or the namespace has no capacity for the version.
         """
         limited = by.limits.versions_per_hour is not None or nbytes
         with ExitStack() as stack:

@@ -1,4 +1,7 @@
-"""Shares in limited resources: calls, watches, streams, bytes, connections. A host with a large share must leave a fourth to others."""
+"""Shares in limited resources: calls, watches, streams, bytes, connections.
+
+A host with a large share must leave a fourth to others.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ RETRY_SECONDS = 1.0
 def may_have(total: int, held: int, held_by_host: int, more: int = 1) -> bool:
     """Whether a host may have more of a resource.
 
-    A host that would have more than a fourth of the total must leave a fourth free, so that no host alone can shut out the others.
+    A host that would have more than a fourth of the total must leave a fourth free, so that no host alone can shut out
+    the others.
 
     Args:
         total: total amount.

@@ -113,7 +113,10 @@ class Rates:
             )
 
     def delay(self, host: str) -> float:
-        """Count an action of a host that is delayed instead of refused. Returns the delay in seconds, behind all actions counted before."""
+        """Count an action of a host that is delayed instead of refused.
+
+        Returns the delay in seconds, behind all actions counted before.
+        """
         self.take(host)
         return max(-self.left(host) / self._rate, 0.0)
 

@@ -1,7 +1,8 @@
 """Shares of readers in memory: images that no version needs any more, but that a reader on the local lane still maps.
 
-A reader that keeps views of each version that it has pulled would fill all memory, and pushes would wait for it. So each reader, identified
-by identity and user, has a share. A reader over its share is refused; it can still pull by gRPC, into memory of its own.
+A reader that keeps views of each version that it has pulled would fill all memory, and pushes would wait for it. So
+each reader, identified by identity and user, has a share. A reader over its share is refused; it can still pull by
+gRPC, into memory of its own.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class ReaderShares:
 
     Args:
         budget: bytes of memory for all images.
-        spill: whether images may also be on disk. Then a reader may always keep one image while it leases the next, as an engine does for an
-            update, however small the budget is: that blocks no push.
+        spill: whether images may also be on disk. Then a reader may always keep one image while it leases the next, as
+            an engine does for an update, however small the budget is: that blocks no push.
     """
 
     def __init__(self, budget: int, *, spill: bool) -> None:
@@ -70,15 +71,17 @@ class ReaderShares:
             mine = _kept(granted for granted in self._granted if granted.reader == reader)
             more = sum(place.nbytes for key, place in wanted.items() if key not in mine)
             held = sum(_kept(self._granted).values())
-            if (
-                len(mine) > self._always
-                and more
-                and not may_have(self._total, held, sum(mine.values()), more)
-            ):
+            if len(mine) > self._always and more and not may_have(self._total, held, sum(mine.values()), more):
                 raise ResourceExhausted(
-                    f"{reader} keeps {counted(len(mine), 'image')} of {readable_size(sum(mine.values()))} that no version needs any more; with "
-                    f"{readable_size(more)} more, too little of the {readable_size(self._total)} that readers may keep would be left for other readers",
-                    fix="copy or release the tensors that it keeps; pull over gRPC; or serve with a larger --memory-budget",
+                    f"{reader} keeps {counted(len(mine), 'image')} of "
+                    f"{readable_size(sum(mine.values()))} that no version needs any more; with "
+                    f"{readable_size(more)} more, too little of the "
+                    f"{readable_size(self._total)} that readers may keep would be left for "
+                    "other readers",
+                    fix=(
+                        "copy or release the tensors that it keeps; pull over gRPC; or serve with "
+                        "a larger --memory-budget"
+                    ),
                 )
             granted = GrantedImages(reader, tuple(wanted.values()))
             if wanted:
@@ -86,7 +89,10 @@ class ReaderShares:
             return granted
 
     def end(self, granted: GrantedImages, *, left_open: bool = False) -> None:
-        """End a lease. With ``left_open``, the reader may still map the images, and they keep counting until it does not."""
+        """End a lease.
+
+        With ``left_open``, the reader may still map the images, and they keep counting until it does not.
+        """
         with self._lock:
             granted.left_open = left_open
             if not left_open:

@@ -1,7 +1,8 @@
 """Bytes that namespaces hold, and the check for capacity for a new version.
 
-A version counts from when it is opened, before its first byte arrives, until it is aborted or its objects are deleted. So a retired version
-still counts during its grace time. All replicas share one ledger in the store (`weighbridge_storage.head.ledger`).
+A version counts from when it is opened, before its first byte arrives, until it is aborted or its objects are deleted.
+So a retired version still counts during its grace time. All replicas share one ledger in the store
+(`weighbridge_storage.head.ledger`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from weighbridge_storage.stores.objects import ObjectStore
 log = logging.getLogger(__name__)
 
 _COUNTED_SECONDS = 3600.0
-"""Maximum age of a count of all heads. Services without the limit change heads, but not the ledger, so counts become stale."""
+"""Maximum age of a count of all heads.
+
+Services without the limit change heads, but not the ledger, so counts become stale.
+"""
 _KNOWN_NODES = 100_000
 _READS_AT_ONCE = 16
 _REST = 10.0
@@ -41,7 +45,8 @@ class StoredBytes:
         store: store of the ledgers.
         heads: heads of all models.
         limits: returns the current limits in bytes, by namespace.
-        rest: after a count, refused calls start no new one for this many times the count's duration, since callers may retry at once.
+        rest: after a count, refused calls start no new one for this many times the count's duration, since callers may
+            retry at once.
 
     Attributes:
         limits: as given.
@@ -84,7 +89,10 @@ class StoredBytes:
             raise _full(name, held, nbytes, limit)
 
     def take_room(self, name: ModelName, nbytes: int) -> None:
-        """Record a version of `nbytes` bytes that was opened. Raises ResourceExhausted if concurrent calls have taken the capacity."""
+        """Record a version of `nbytes` bytes that was opened.
+
+        Raises ResourceExhausted if concurrent calls have taken the capacity.
+        """
         limit = self.limits().get(name.namespace)
         if limit is None:
             return
@@ -95,14 +103,15 @@ class StoredBytes:
             raise _full(name, held - nbytes, nbytes, limit)
 
     def note(self, name: ModelName) -> None:
-        """Record that a version was aborted, or the model collected or deleted, so that its capacity is free. Errors are only logged."""
+        """Record that a version was aborted, or the model collected or deleted, so that its capacity is free.
+
+        Errors are only logged.
+        """
         if self.is_limited(name):
             try:
                 self._note(name)
             except WeighbridgeError as error:
-                log.warning(
-                    "the stored bytes of namespace %s could not be recorded: %s", name.namespace, error
-                )
+                log.warning("the stored bytes of namespace %s could not be recorded: %s", name.namespace, error)
 
     def held(self, namespace: str) -> int:
         """Bytes that a namespace holds. May be slightly too high just after a deletion or an abort."""
@@ -141,7 +150,10 @@ class StoredBytes:
             return self._saw(namespace, after)
 
     def _amount_of(self, before: Ledger, name: ModelName) -> Amount | None:
-        """Bytes that a model holds; None if there is no model of this name. A model that cannot be read keeps its previous amount."""
+        """Bytes that a model holds; None if there is no model of this name.
+
+        A model that cannot be read keeps its previous amount.
+        """
         try:
             history = self._heads.history_of_any(name)
             return None if history is None else self._amount(history)
@@ -158,6 +170,7 @@ def _full(name: ModelName, held: int, nbytes: int, limit: int) -> ResourceExhaus
     return ResourceExhausted(
         f"namespace {name.namespace} holds {readable_size(held)} of {readable_size(limit)}, and a version of {name} "
         f"takes {readable_size(nbytes)} more",
-        fix="delete versions that are not needed, or let a retention do so (`weighbridge retention`): their room is free once they are "
+        fix="delete versions that are not needed, or let a retention do so (`weighbridge "
+        "retention`): their room is free once they are "
         "collected; or let the service's policy give the namespace more `stored`",
     )

@@ -1,7 +1,8 @@
 """Tickets for streams of weights: issued by a control call, presented by the stream, verified locally.
 
-A ticket has the host that it was issued to, its expiry, and a message authentication code over both (HMAC-SHA256, RFC 2104). All replicas
-over one store have the same key. A ticket does not prove an identity: it proves that a service has admitted the caller.
+A ticket has the host that it was issued to, its expiry, and a message authentication code over both (HMAC-SHA256, RFC
+2104). All replicas over one store have the same key. A ticket does not prove an identity: it proves that a service has
+admitted the caller.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _EXPIRY = struct.Struct(">Q")
 
 
 def ticket_key(store: ObjectStore) -> bytes:
-    """The key of all replicas over a store, created by the first of them. Raises DataLoss if it has the wrong length."""
+    """The key of all replicas over a store, created by the first of them.
+
+    Raises DataLoss if it has the wrong length.
+    """
     while True:
         try:
             key, _ = store.get(_KEY)

@@ -1,6 +1,7 @@
 """Order of service: a queue that is fair between hosts and connections.
 
-It serves hosts round-robin, and on each host its connections: a peer with many requests delays its own requests, not those of others.
+It serves hosts round-robin, and on each host its connections: a peer with many requests delays its own requests, not
+those of others.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class Turns(Line[T]):
         raise IndexError("the queue is empty")
 
     def take_of(self, peer: Peer) -> T:
-        """Remove the next item of one connection, and move the connection and its host to the end. Raises KeyError if it has none."""
+        """Remove the next item of one connection, and move the connection and its host to the end.
+
+        Raises KeyError if it has none.
+        """
         connections = self._hosts[peer.host]
         item = connections[peer.connection].popleft()
         self._count -= 1

@@ -1,5 +1,5 @@
-"""Servers of the service, one folder each: `grpc`, `http`, and `lane` (for processes on the same machine). They only convert requests and
-responses.
+"""Servers of the service, one folder each: `grpc`, `http`, and `lane` (for processes on the same machine). They only
+convert requests and responses.
 
 - `bodies`: implementation of each operation, shared by `grpc` and `http`.
 

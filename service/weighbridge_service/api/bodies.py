@@ -29,10 +29,11 @@ PAGE, LARGEST_PAGE = 100, 1000
 
 
 class Bodies:
-    """Implementations of the operations: one method for each operation, with the operation's name. It receives the caller and the operation's
-    arguments by name.
+    """Implementations of the operations: one method for each operation, with the operation's name. It receives the
+    caller and the operation's arguments by name.
 
-    The method of a paged list also has the arguments ``after`` and ``size``. It returns up to ``size`` items after the item named ``after``.
+    The method of a paged list also has the arguments ``after`` and ``size``. It returns up to ``size`` items after the
+    item named ``after``.
 
     Args:
         core: the core of the service.
@@ -77,9 +78,7 @@ class Bodies:
     def verify_version(self, peer: Peer, *, model: str, version: str, sha256: bool) -> Verification:
         return self._catalog.verify(model, version, sha256=sha256)
 
-    def set_ref(
-        self, peer: Peer, *, model: str, ref: str, version: str, request_id: str, note: str
-    ) -> RefMove:
+    def set_ref(self, peer: Peer, *, model: str, ref: str, version: str, request_id: str, note: str) -> RefMove:
         return RefMove(*self._gates.move(model, ref, version, peer, request_id=request_id, note=note))
 
     def delete_ref(self, peer: Peer, *, model: str, ref: str, request_id: str, note: str) -> RefRequest:

@@ -1,4 +1,7 @@
-"""Bases of adapters: look-up, comparison, pins, and their release. `weighbridge_storage.head.pins` explains the order of writes."""
+"""Bases of adapters: look-up, comparison, pins, and their release.
+
+`weighbridge_storage.head.pins` explains the order of writes.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,8 @@ class Bases:
             by: the peer that opens the version, which must be allowed to pull the base.
 
         Raises:
-            InvalidArgument: an adapter is pushed without a base, another model with one, or the base is an adapter itself.
+            InvalidArgument: an adapter is pushed without a base, another model with one, or the base is an adapter
+                itself.
             NotFound: the base does not exist.
             PermissionDenied: the peer may not pull it.
             FailedPrecondition: the base is not durable.
@@ -116,17 +120,16 @@ class Bases:
             pin(history, asked, DEFAULT_ADAPTERS if most is None else most)
         return self._catalog.register_model(name, files, dtype, found, weight_map=weight_map, shown=by.sees)
 
-    def _fitting(
-        self, tensors: Iterable[TensorSpec], config_json: bytes, wanted: str, by: Peer | None
-    ) -> BaseVersion:
-        """The named base, without its digest, if the adapter with these tensors and this config fits it. Raises the same errors as `find`."""
+    def _fitting(self, tensors: Iterable[TensorSpec], config_json: bytes, wanted: str, by: Peer | None) -> BaseVersion:
+        """The named base, without its digest, if the adapter with these tensors and this config fits it.
+
+        Raises the same errors as `find`.
+        """
         found = self._resolve(wanted, by)
         base = self._catalog.model(ModelName.parse(found.model))
         if base.is_adapter or base.by_version:
             kind = "an adapter itself" if base.is_adapter else "a training state"
-            raise InvalidArgument(
-                f"the base {found} is {kind}", fix="name the model that the adapter was trained on"
-            )
+            raise InvalidArgument(f"the base {found} is {kind}", fix="name the model that the adapter was trained on")
         check_fits(tensors, base.tensors, parse_config(config_json), str(found))
         return found
 
@@ -156,7 +159,8 @@ class Bases:
         return self._digests.get_or_make((model, number), read)
 
     def check_same(self, opened: int, metadata: Metadata, wanted: str) -> None:
-        """Refuse a rank that names another base than the rank that has opened the version, or another number of the same base.
+        """Refuse a rank that names another base than the rank that has opened the version, or another number of the
+        same base.
 
         Args:
             opened: number of the version that was opened.
@@ -183,7 +187,8 @@ class Bases:
         Args:
             adapter: the model.
             entry: the version, which is in the adapter's head already.
-            most: number of pins that the identity which has opened it may have in the base's head; None for the default.
+            most: number of pins that the identity which has opened it may have in the base's head; None for the
+                default.
 
         Raises:
             NotFound: the base was deleted in the meantime.
@@ -200,12 +205,14 @@ class Bases:
     def release(self, model: ModelName, number: int | None = None, most: int | None = None) -> int:
         """Remove the pins of a base that no version of an adapter needs any more. Returns their number.
 
-        May be repeated, and stopped anywhere. An adapter whose head cannot be read keeps its pins. Nothing is written if no pin is removed.
+        May be repeated, and stopped anywhere. An adapter whose head cannot be read keeps its pins. Nothing is written
+        if no pin is removed.
 
         Args:
             model: the base.
             number: number of the version whose pins are checked; None for all.
-            most: most pins to check, drawn at random if there are more: each check reads the head of an adapter. None for all.
+            most: most pins to check, drawn at random if there are more: each check reads the head of an adapter. None
+                for all.
         """
         heads = self._catalog.heads
         found = heads.read(model)
@@ -230,13 +237,14 @@ class Bases:
             adapter = self._catalog.heads.history_of_any(ModelName.parse(pin.adapter))
             return adapter is None or is_on(adapter, str(model), pin.version)
         except WeighbridgeError as error:
-            log.warning(
-                "could not check whether %s is still on %s@%d: %s", pin.adapter, model, pin.version, error
-            )
+            log.warning("could not check whether %s is still on %s@%d: %s", pin.adapter, model, pin.version, error)
             return True
 
     def renew(self, adapter: ModelName) -> None:
-        """Pin the unpinned bases of an adapter's versions, such as after the base's head was lost. Deleted bases stay deleted."""
+        """Pin the unpinned bases of an adapter's versions, such as after the base's head was lost.
+
+        Deleted bases stay deleted.
+        """
         history = self._catalog.heads.history(adapter)
         if history is not None and is_adapter_head(history.head):
             repin(self._catalog.heads, adapter, history)
@@ -259,7 +267,10 @@ def check_registered_so(model: RegisteredModel, digest: str) -> None:
 def registered_otherwise(name: ModelName) -> FailedPrecondition:
     """Error of a rank whose adapter differs from the registered one."""
     return FailedPrecondition(
-        f"{name} is registered with a different adapter_config.json or with other tensors than are pushed: another rank or another job has registered it",
+        (
+            f"{name} is registered with a different adapter_config.json or with other tensors than "
+            "are pushed: another rank or another job has registered it"
+        ),
         fix="give the adapters of all ranks the same config, such as lora_alpha; let one job push to this name",
     )
 
@@ -277,6 +288,12 @@ def check_same_adapter(opened: int, model: RegisteredModel, digest: str) -> None
     """
     if model.adapter_digest != digest:
         raise InvalidArgument(
-            f"two ranks have different adapter_config.json or different tensors, and version {opened} was opened with one of them",
-            fix="give the adapters of all ranks the same config, such as lora_alpha; change it between pushes only after all ranks have finished the previous push",
+            (
+                "two ranks have different adapter_config.json or different tensors, and version "
+                f"{opened} was opened with one of them"
+            ),
+            fix=(
+                "give the adapters of all ranks the same config, such as lora_alpha; change it "
+                "between pushes only after all ranks have finished the previous push"
+            ),
         )

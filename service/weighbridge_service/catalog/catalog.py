@@ -150,8 +150,9 @@ class Catalog:
             shown: returns whether the caller may know of a model of this name, such as an adapter.
 
         Raises:
-            InvalidArgument: the name, a file or the config is wrong; its model type has no weight map and its tensors are not
-                known; or the tensors do not match the config, by the weight map, or else by transformers' own model if it has one.
+            InvalidArgument: the name, a file or the config is wrong; its model type has no weight map and its tensors
+                are not known; or the tensors do not match the config, by the weight map, or else by transformers' own
+                model if it has one.
             FailedPrecondition: the model is registered with other tensors.
         """
         model_name = ModelName.parse(name)
@@ -176,14 +177,10 @@ class Catalog:
             for file, content in files.items():
                 self.store.put(files_key(model_name, model.files_id, file), content, mode="overwrite")
         first_version = first_version_of(model.files_id)
-        if model.listed is not None and not has_tensor_list(
-            self.store, model_name, model.listed, first_version
-        ):
+        if model.listed is not None and not has_tensor_list(self.store, model_name, model.listed, first_version):
             write_tensor_list(self.store, model_name, model.listed, first_version)
         head = self.heads.update(model_name, lambda h: ((new := registered(h, model)), new), create=True)
-        self.known_models.keep(
-            model, unless=lambda known: (known.files_id, known.kept) == (model.files_id, model.kept)
-        )
+        self.known_models.keep(model, unless=lambda known: (known.files_id, known.kept) == (model.files_id, model.kept))
         self.snapshots.forget_deleted(model_name, head)
         self.changes.notify(model_name)
         return self._summary(model_name, head, shown)
@@ -193,7 +190,8 @@ class Catalog:
 
         Raises:
             NotFound: the model does not exist.
-            FailedPrecondition: versions of the part are still being received that belong to a deleted model of the same name.
+            FailedPrecondition: versions of the part are still being received that belong to a deleted model of the same
+                name.
         """
         of = self.head(name.model)
         if self.registered_history(name, of) is None:
@@ -262,7 +260,8 @@ class Catalog:
             shown: returns whether to list a model: the caller wants it, and may see it.
 
         Raises:
-            DataLoss, FailedPrecondition: there are models, but none of them can be read, as in a store of a later release.
+            DataLoss, FailedPrecondition: there are models, but none of them can be read, as in a store of a later
+                release.
         """
         found: list[T] = []
         unreadable: DataLoss | FailedPrecondition | None = None
@@ -290,7 +289,10 @@ class Catalog:
         return self.head(ModelName.parse(name)).kept(kind)
 
     def keep(self, name: str, value: V) -> V:
-        """Store a value for a model, which replaces the value of the same type. The audit log records both. Raises NotFound."""
+        """Store a value for a model, which replaces the value of the same type. The audit log records both.
+
+        Raises NotFound.
+        """
         model, kind = ModelName.parse(name), type(value)
         before = self.heads.update(model, lambda head: (keep(head, value), head.kept(kind)))
         note_change(before=before.to_json(), after=value.to_json(), state=REQUEST_DONE)
@@ -311,8 +313,7 @@ class Catalog:
             if opened is not None and opened.files_id != head.files_id:  # files were registered since
                 return registered_files(self.store, model_name, opened.files_id)
         return {
-            file: self.store.get(files_key(model_name, head.files_id, file))[0]
-            for file in head.registration["files"]
+            file: self.store.get(files_key(model_name, head.files_id, file))[0] for file in head.registration["files"]
         }
 
     def head(self, name: ModelName) -> Head:
@@ -324,21 +325,20 @@ class Catalog:
         found = self.registered_history(name)
         if found is None and name.part:
             self.head(name.model)
-            raise NotFound(
-                f"{name.model} has no {name.part} state", fix="push one: optimizer= and state= of a push"
-            )
+            raise NotFound(f"{name.model} has no {name.part} state", fix="push one: optimizer= and state= of a push")
         if found is None:
             meant = self._alike(name) if self._open_names else ""
             raise NotFound(
                 f"there is no model {name}{question(meant)}",
-                fix=_write(
-                    meant, "register it: weighbridge import HF_DIR NAMESPACE/NAME, or trainer.register_model"
-                ),
+                fix=_write(meant, "register it: weighbridge import HF_DIR NAMESPACE/NAME, or trainer.register_model"),
             )
         return found
 
     def registered_history(self, name: ModelName, of: Head | None = None) -> History | None:
-        """History of a model; None if its registration was never completed, or if it was deleted. ``of`` is the head of a part's model."""
+        """History of a model; None if its registration was never completed, or if it was deleted.
+
+        ``of`` is the head of a part's model.
+        """
         found = self.heads.history(name)
         if name.part and found is not None:
             if of is None and (model := self.heads.read(name.model)) is not None:
@@ -372,7 +372,9 @@ class Catalog:
         return self.known_models.keep(loaded, unless=partial(is_registered, head))
 
     def model_opened(self, name: ModelName, head: Head, files_id: str) -> RegisteredModel:
-        """Registration with which a version in this head was opened. The version keeps its files if others were registered since.
+        """Registration with which a version in this head was opened.
+
+        The version keeps its files if others were registered since.
 
         Raises:
             NotFound: these files are not registered any more.
@@ -399,15 +401,13 @@ class Catalog:
     # --- versions
 
     def without_orphans(self, name: ModelName, history: History, numbers: Iterable[int]) -> History:
-        """History in which these open versions are closed if they are orphaned: their lease has expired, and this process does not receive
-        them.
+        """History in which these open versions are closed if they are orphaned: their lease has expired, and this
+        process does not receive them.
 
         Otherwise a caller would see such a version as being received until another push to the model closes it.
         """
         now_ms, opened = unix_ms(), history.head.open
-        if not any(
-            opened[each].until_ms < now_ms and self.snapshots.get(name, each) is None for each in numbers
-        ):
+        if not any(opened[each].until_ms < now_ms and self.snapshots.get(name, each) is None for each in numbers):
             return history
         try:
             self.heads.update(name, lambda head: (give_up_abandoned(head, now_ms), None))
@@ -459,18 +459,14 @@ class Catalog:
         found: list[Version] = []
         for _ in range(MOST_LOOKED_AT // _PAGE):
             size = _PAGE if where else limit
-            page = self._page_of_versions(
-                name, before=before, limit=size, include_invisible=include_invisible
-            )
+            page = self._page_of_versions(name, before=before, limit=size, include_invisible=include_invisible)
             found += [version for version in page if all_hold(where, version.metadata)]
             if len(page) < size or len(found) >= limit:
                 break
             before = page[-1].number
         return self._with_lacks(found[:limit])
 
-    def _page_of_versions(
-        self, name: str, *, before: int, limit: int, include_invisible: bool
-    ) -> list[Version]:
+    def _page_of_versions(self, name: str, *, before: int, limit: int, include_invisible: bool) -> list[Version]:
         model_name = ModelName.parse(name)
         known = self.snapshots.of_model(model_name)
         # read after the snapshots, so that it contains versions that have become durable since
@@ -502,9 +498,7 @@ class Catalog:
         history = self.history(model_name)
         found = self.resolve(model_name, version, history)
         if not found.state.stored:
-            raise FailedPrecondition(
-                f"{found} is not in the object store yet", fix="wait until it is durable"
-            )
+            raise FailedPrecondition(f"{found} is not in the object store yet", fix="wait until it is durable")
         since_ms = reading_since(history.find(found.number), asked_ms)
         with (
             self.readers.begin(model_name, found.number, since_ms),
@@ -519,7 +513,9 @@ class Catalog:
     def resolve(
         self, name: ModelName, version: str, history: History | None = None, *, invisible: bool = False
     ) -> Version:
-        """The version with a number or a ref. A version that was taken out of history is found by its number until it is deleted.
+        """The version with a number or a ref.
+
+        A version that was taken out of history is found by its number until it is deleted.
 
         Args:
             name: the model.
@@ -584,19 +580,23 @@ class Catalog:
     def in_memory(self, name: ModelName, version: str) -> Version | None:
         """A visible version that this process has in memory, by its number or as ``live``. Does not read the store.
 
-        None if there is none, or if ``live`` named a newer version when the store was last read: ``live`` never goes back.
+        None if there is none, or if ``live`` named a newer version when the store was last read: ``live`` never goes
+        back.
         """
         return in_memory(self.heads.last_read(name), self.snapshots.of_model(name), version)
 
     def _newest_held(self, name: ModelName, history: History) -> int:
-        """Number of the newest held version, among the last published ones and those in memory here; 0 if there is none."""
+        """Number of the newest held version, among the last published ones and those in memory here; 0 if there is
+        none.
+        """
         published = (entry.number for entry in history.newest(_LATELY) if entry.held)
         versions = (known.version for known in self.snapshots.of_model(name).values())
         return max((*published, *(v.number for v in versions if v.held and v.state.visible)), default=0)
 
     @contextmanager
     def unless_deleted(self, name: ModelName, number: int) -> Iterator[None]:
-        """Turn errors about missing objects of a durable version, raised in the block, into NotFound if the version was deleted.
+        """Turn errors about missing objects of a durable version, raised in the block, into NotFound if the version was
+        deleted.
 
         Raises:
             NotFound: the version was taken out of history, and its objects are being deleted or are gone.

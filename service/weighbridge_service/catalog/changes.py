@@ -9,7 +9,10 @@ from contextlib import contextmanager
 from weighbridge_storage.documents.names import ModelName
 
 Listener = Callable[[ModelName | None], None]
-"""Called with the name of the model that has changed, or None for all. It runs in the thread that made the change, so it must not block."""
+"""Called with the name of the model that has changed, or None for all.
+
+It runs in the thread that made the change, so it must not block.
+"""
 
 
 class Changes:

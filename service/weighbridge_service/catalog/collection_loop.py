@@ -63,11 +63,16 @@ class Collecting:
             self._thread.start()
 
     def keep_served(self, served: Callable[[ModelName], Mapping[int, Sequence[str]]]) -> None:
-        """Keep the versions of a model that engines serve: ``served`` returns the names of the engines by version number."""
+        """Keep the versions of a model that engines serve: ``served`` returns the names of the engines by version
+        number.
+        """
         self._served = served
 
     def set_retention(self, name: str, retention: Retention) -> Retention:
-        """Set which versions of a model are kept, from the next collection on. The model of a training state need not exist yet. Raises NotFound."""
+        """Set which versions of a model are kept, from the next collection on.
+
+        The model of a training state need not exist yet. Raises NotFound.
+        """
         model = ModelName.parse(name)
         if model.part:
             self._catalog.register_part(model)
@@ -115,14 +120,17 @@ class Collecting:
         forced: bool = False,
         sees: Callable[[str], bool] = sees_all,
     ) -> DeletedModel:
-        """Delete a model with all of its versions, refs and rules, and its training states. Collections delete the objects.
+        """Delete a model with all of its versions, refs and rules, and its training states.
 
-        The deletion is one change of the model's head, so a crash leaves nothing half done. Other replicas see it when they next read the
-        head. The training states are deleted afterwards; if that fails, a collection deletes them.
+        Collections delete the objects.
+
+        The deletion is one change of the model's head, so a crash leaves nothing half done. Other replicas see it when
+        they next read the head. The training states are deleted afterwards; if that fails, a collection deletes them.
 
         Args:
             name: ``namespace/name``.
-            request_id: id that is the same in retries of a request, which then do not delete a model again that was registered since.
+            request_id: id that is the same in retries of a request, which then do not delete a model again that was
+                registered since.
             forced: whether to delete it even if adapters are based on its versions; their versions then show an error.
             sees: returns whether the caller may know of a model of this name.
 
@@ -163,9 +171,7 @@ class Collecting:
 
         def change(history: History) -> tuple[Head, tuple[History, Head]]:
             head = self._without_given_up(model, history.head)
-            after = delete_model(
-                head, clock(), request_id=request_id, versions=count, forced=forced, sees=sees
-            )
+            after = delete_model(head, clock(), request_id=request_id, versions=count, forced=forced, sees=sees)
             return after, (history, after)
 
         before, after = self._catalog.heads.edit(model, change)
@@ -175,7 +181,9 @@ class Collecting:
         return DeletedModel(str(model), count)
 
     def _without_given_up(self, model: ModelName, head: Head) -> Head:
-        """The head without open versions that this process has given up: callers learn of that before the head is written."""
+        """The head without open versions that this process has given up: callers learn of that before the head is
+        written.
+        """
         for number, known in self._catalog.snapshots.of_model(model).items():
             version, there = known.version, head.open.get(number)
             if not version.state.given_up or there is None:
@@ -220,9 +228,12 @@ class Collecting:
     def _release(
         self, model: ModelName, number: int | None = None, most: int | None = None, *, renew: bool = False
     ) -> None:
-        """Remove the pins of versions on which no adapter is based any more. With ``renew``, also pin the bases of this adapter's versions.
+        """Remove the pins of versions on which no adapter is based any more.
 
-        A failure is left to the next collection: a stale pin only keeps a version longer, and retention reads no head but the model's own.
+        With ``renew``, also pin the bases of this adapter's versions.
+
+        A failure is left to the next collection: a stale pin only keeps a version longer, and retention reads no head
+        but the model's own.
         """
         try:
             self._bases.release(model, number, most)
@@ -246,13 +257,17 @@ class Collecting:
                 self._failed(str(model), error)
 
     def _is_left(self, part: ModelName) -> bool:
-        """Whether a part belongs to a deleted model. False if the model has only lost its head, which can be rebuilt."""
+        """Whether a part belongs to a deleted model.
+
+        False if the model has only lost its head, which can be rebuilt.
+        """
         heads = self._catalog.heads
         found, of = heads.history(part), heads.read_any(part.model)
         return found is not None and of is not None and not is_part_of(found.head, of[0])
 
     def _run(self) -> None:
-        # at random times, so that replicas do not collect together; not at once, as a starting service has more urgent work
+        # at random times, so that replicas do not collect together; not at once, as a starting service has more urgent
+        # work
         while not self._catalog.stopping.wait(self._every_s * DICE.uniform(0.5, 1.5)):
             try:
                 self.collect_all()

@@ -41,7 +41,8 @@ T = TypeVar("T")
 class Gates:
     """Gates of all models. Thread-safe; any number of replicas may change them at the same time.
 
-    A change of a ref that requires approvals becomes a pending request, named by its ``request_id``. Without a ``request_id`` it is refused.
+    A change of a ref that requires approvals becomes a pending request, named by its ``request_id``. Without a
+    ``request_id`` it is refused.
 
     Args:
         catalog: the registered models.
@@ -61,7 +62,8 @@ class Gates:
 
     @property
     def held(self) -> int:
-        """Number of held versions that this process has received, by the store, since other replicas may have approved or deleted them.
+        """Number of held versions that this process has received, by the store, since other replicas may have approved
+        or deleted them.
 
         For a model whose head cannot be read, the number that this process knew last.
         """
@@ -85,9 +87,7 @@ class Gates:
             return True
         return bool(version.held) and version.state is not VersionState.RETIRED
 
-    def approve_version(
-        self, name: str, number: int, *, by: str, note: str, reasons: Iterable[str] = ()
-    ) -> Version:
+    def approve_version(self, name: str, number: int, *, by: str, note: str, reasons: Iterable[str] = ()) -> Version:
         """Approve reasons for which a version is held. A version that is not held for these does not change.
 
         Args:
@@ -116,9 +116,7 @@ class Gates:
         if not approved:
             return found
         approval = Approval(by, unix_ms(), note, approved)
-        self._catalog.heads.edit(
-            model, lambda history: (requests.approve_version(history, number, approval), None)
-        )
+        self._catalog.heads.edit(model, lambda history: (requests.approve_version(history, number, approval), None))
         log.info("%s was approved by %s: %s", found, by or "an unnamed caller", note or "no note")
         self._on_approved(model, number, approved)
         self._catalog.changes.notify(model)
@@ -143,12 +141,8 @@ class Gates:
         found = self._catalog.resolve(ModelName.parse(name), version)
         note_change(version=found.number)
         if not found.state.stored:
-            raise FailedPrecondition(
-                f"{found} is not in the object store yet", fix="wait until it is durable"
-            )
-        return found, self.ask(
-            name, ref, REQUEST_MOVE, peer, number=found.number, request_id=request_id, note=note
-        )
+            raise FailedPrecondition(f"{found} is not in the object store yet", fix="wait until it is durable")
+        return found, self.ask(name, ref, REQUEST_MOVE, peer, number=found.number, request_id=request_id, note=note)
 
     def ask(
         self,
@@ -161,7 +155,10 @@ class Gates:
         request_id: str = "",
         note: str = "",
     ) -> RefRequest:
-        """Move, delete or unprotect a ref, or request that. For `REQUEST_MOVE` see `move`. Raises NotFound, and the same errors as `requests.ask`."""
+        """Move, delete or unprotect a ref, or request that. For `REQUEST_MOVE` see `move`.
+
+        Raises NotFound, and the same errors as `requests.ask`.
+        """
         asker = peer.asker(Verb.TAG, name, ref)
         wanted = _wanted(ref, action, asker.name, request_id, note, number)
         return self._change_ref(
@@ -171,7 +168,10 @@ class Gates:
         )
 
     def approve_ref(self, name: str, ref: str, request_id: str, peer: Peer, *, note: str = "") -> RefRequest:
-        """Approve a request. The last approval that it takes carries it out. Raises the same errors as `requests.approve_request`."""
+        """Approve a request. The last approval that it takes carries it out.
+
+        Raises the same errors as `requests.approve_request`.
+        """
         model, asker = ModelName.parse(name), peer.asker(Verb.APPROVE, name, ref)
         standing = self._standing(model, ref)
         return self._change_ref(
@@ -192,7 +192,9 @@ class Gates:
         )
 
     def protect(self, name: str, ref: str, approvals: int, peer: Peer) -> tuple[Protection, ...]:
-        """Protect a ref, or raise the number of approvals that its changes require. Raises NotFound, and the same errors as `requests.protect`.
+        """Protect a ref, or raise the number of approvals that its changes require.
+
+        Raises NotFound, and the same errors as `requests.protect`.
 
         Returns:
             All protections of the model.
@@ -213,7 +215,10 @@ class Gates:
         return _protections(self._catalog.head(ModelName.parse(name)))
 
     def ref_requests(self, name: str) -> tuple[RefRequest, ...]:
-        """Requests to change protected refs: pending ones and the last that have ended, oldest first. Raises NotFound."""
+        """Requests to change protected refs: pending ones and the last that have ended, oldest first.
+
+        Raises NotFound.
+        """
         model = ModelName.parse(name)
         head = requests.expire(self._catalog.head(model), unix_ms())
         return tuple(self._shown(model, head, each) for each in head.requests)
@@ -281,13 +286,13 @@ class Gates:
 def _wanted(ref: str, action: str, by: str, request_id: str, note: str, number: int = 0) -> RequestEntry:
     now_ms = unix_ms()
     named = requests.request_name(check_request_id(request_id or uuid.uuid4().hex), by, secrets.token_hex(8))
-    return RequestEntry(
-        named, ref, action, by, now_ms, now_ms + requests.LIFETIME_MS, version=number, note=note
-    )
+    return RequestEntry(named, ref, action, by, now_ms, now_ms + requests.LIFETIME_MS, version=number, note=note)
 
 
 def _value(head: Head, wanted: RequestEntry | RefRequest) -> object:
-    """Value in a head that a request changes: the number that the ref names, or the approvals that its changes require; None if not set."""
+    """Value in a head that a request changes: the number that the ref names, or the approvals that its changes require;
+    None if not set.
+    """
     if wanted.action in (REQUEST_PROTECT, REQUEST_UNPROTECT):
         protection = head.protected.get(wanted.ref)
         return None if protection is None else {"approvals": protection.approvals}

@@ -25,7 +25,8 @@ def refs_of(head: Head, snapshots: Mapping[int, VersionSnapshot]) -> dict[str, i
 
 
 def live(head: Head | None, snapshots: Mapping[int, VersionSnapshot]) -> int:
-    """Number of the version that ``live`` names: the newest that is visible and not held, in history or in the snapshots of this process.
+    """Number of the version that ``live`` names: the newest that is visible and not held, in history or in the
+    snapshots of this process.
 
     0 if there is none. Without a head, only the snapshots count, and no approvals.
     """
@@ -61,16 +62,15 @@ def page_of(
 
     Args:
         name: the model.
-        history: its history, read after ``snapshots`` were taken, so that it contains versions that have become durable since.
+        history: its history, read after ``snapshots`` were taken, so that it contains versions that have become durable
+            since.
         snapshots: snapshots of this process, by version number.
         before: a version number; 0 begins with the newest.
         limit: maximum number of versions.
         include_invisible: whether to also list versions that are being received or have failed.
     """
     head = history.head
-    found = {
-        entry.number: version_of_entry(name, head, entry) for entry in history.newest(limit, before or None)
-    }
+    found = {entry.number: version_of_entry(name, head, entry) for entry in history.newest(limit, before or None)}
     if include_invisible:
         for number in (*head.open, *head.failed):
             if (elsewhere := invisible_version(name, head, number)) is not None:
@@ -101,9 +101,7 @@ def approved_since(head: Head | None, number: int) -> tuple[str, ...]:
 
 def deleted(name: ModelName, number: int) -> NotFound:
     """Error of a version that was deleted."""
-    return NotFound(
-        f"{name}@{number} was deleted", fix="use a different version; a tag keeps one permanently"
-    )
+    return NotFound(f"{name}@{number} was deleted", fix="use a different version; a tag keeps one permanently")
 
 
 def number_in(version: str) -> int | None:

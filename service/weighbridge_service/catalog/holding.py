@@ -1,7 +1,9 @@
-"""Reasons to hold a version, so that ``live`` and ``latest`` skip it, as far as one replica knows before they are in history. Pure.
+"""Reasons to hold a version, so that ``live`` and ``latest`` skip it, as far as one replica knows before they are in
+history. Pure.
 
-Ranks give reasons when they open a version, and count NaN and infinite elements when they seal. Other replicas report their counts, and
-digests of files count again. An approval cancels reasons by name, so a new kind of reason needs only code that gives it.
+Ranks give reasons when they open a version, and count NaN and infinite elements when they seal. Other replicas report
+their counts, and digests of files count again. An approval cancels reasons by name, so a new kind of reason needs only
+code that gives it.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ class HoldReasons:
         opened: reasons given when the version was opened.
         allows_nonfinite: whether elements that are NaN or infinite are no reason.
         approved: reasons that were approved.
-        counted: number of such elements that each rank which seals here has counted, by rank; ranks without any are left out.
-        elsewhere: number of such elements that each other replica knows of, by its number; replicas without any are left out.
+        counted: number of such elements that each rank which seals here has counted, by rank; ranks without any are
+            left out.
+        elsewhere: number of such elements that each other replica knows of, by its number; replicas without any are
+            left out.
         found: number of such elements in the files here that have digests.
     """
 
@@ -44,7 +48,9 @@ class HoldReasons:
         return HoldReasons(entry.held, allows_nonfinite=True, found=entry.nonfinite_elements)
 
     def with_entry(self, entry: OpenEntry) -> HoldReasons:
-        """Copy with the reasons and approvals in the version's entry, which further ranks and approvers have changed."""
+        """Copy with the reasons and approvals in the version's entry, which further ranks and approvers have
+        changed.
+        """
         approved = () if entry.approval is None else entry.approval.reasons
         return replace(
             self,
@@ -74,12 +80,16 @@ class HoldReasons:
 
     @property
     def here(self) -> int:
-        """Number of NaN or infinite elements that this replica knows of; those that its ranks counted may be in files of other replicas."""
+        """Number of NaN or infinite elements that this replica knows of; those that its ranks counted may be in files
+        of other replicas.
+        """
         return max(sum(self.counted.values()), self.found)
 
     @property
     def known(self) -> int:
-        """Number of NaN or infinite elements that all replicas have reported: at least 1 if there is one, but some may count twice."""
+        """Number of NaN or infinite elements that all replicas have reported: at least 1 if there is one, but some may
+        count twice.
+        """
         return max(sum(self.counted.values()) + sum(self.elsewhere.values()), self.found)
 
     @property

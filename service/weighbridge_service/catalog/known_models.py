@@ -44,7 +44,10 @@ class KnownModels:
             return model
 
     def keep(self, model: RegisteredModel, unless: Callable[[RegisteredModel], bool]) -> RegisteredModel:
-        """Remember a model, unless ``unless`` accepts the one that is known by its name. Returns the model that is known afterwards."""
+        """Remember a model, unless ``unless`` accepts the one that is known by its name.
+
+        Returns the model that is known afterwards.
+        """
         with self._lock:
             there = self._known.get(model.name)
             if there is not None and unless(there):

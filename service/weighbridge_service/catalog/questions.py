@@ -1,4 +1,6 @@
-"""Questions about versions of one model that callers wait for, and their current answers, from one read of its head or from memory."""
+"""Questions about versions of one model that callers wait for, and their current answers, from one read of its head or
+from memory.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ Answer: TypeAlias = Found | WeighbridgeError
 
 
 def look(catalog: Catalog, name: ModelName, questions: Iterable[Question]) -> dict[Question, Answer]:
-    """Answers to questions about one model, from one read of its head, or from memory while the store cannot be reached.
+    """Answers to questions about one model, from one read of its head, or from memory while the store cannot be
+    reached.
 
     Raises:
         WeighbridgeError: the model's head cannot be read.
@@ -82,7 +85,9 @@ def _without_store(catalog: Catalog, name: ModelName, question: Question, error:
 
 
 def _receiving(catalog: Catalog, name: ModelName) -> Found | NotFound:
-    """Newest version that this process receives and that may become ``live``: it is not held, and no newer one is visible."""
+    """Newest version that this process receives and that may become ``live``: it is not held, and no newer one is
+    visible.
+    """
     known = [each.version for each in catalog.snapshots.of_model(name).values() if not each.version.held]
     newest = max((each.number for each in known if each.state.visible), default=0)
     receiving = [each for each in known if each.state is VersionState.RECEIVING and each.number > newest]
@@ -107,10 +112,12 @@ def _found(catalog: Catalog, name: ModelName, version: Version) -> Found:
 
 
 def from_memory(catalog: Catalog, name: ModelName, question: Question) -> Found | None:
-    """Answer from memory, without a read of the model's head: the newest version that this process receives, or a version that is visible
-    and not durable yet, by its number or as ``live``. None if memory does not answer the question.
+    """Answer from memory, without a read of the model's head: the newest version that this process receives, or a
+    version that is visible and not durable yet, by its number or as ``live``. None if memory does not answer the
+    question.
 
-    Memory does not answer for durable versions, which may have been deleted since, nor for ``live`` if this process has not read the head.
+    Memory does not answer for durable versions, which may have been deleted since, nor for ``live`` if this process has
+    not read the head.
     """
     if question.version == RECEIVING:
         receiving = _receiving(catalog, name)
@@ -122,7 +129,10 @@ def from_memory(catalog: Catalog, name: ModelName, question: Question) -> Found 
 
 
 def differs(before: Answer | None, after: Answer) -> bool:
-    """Whether an answer differs from the previous one for a waiting caller. The number of received bytes does not count."""
+    """Whether an answer differs from the previous one for a waiting caller.
+
+    The number of received bytes does not count.
+    """
     if isinstance(before, Found) and isinstance(after, Found):
         return (before.version.number, before.version.state, before.abandoned) != (
             after.version.number,

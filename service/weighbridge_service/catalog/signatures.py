@@ -1,4 +1,7 @@
-"""Signatures of durable versions. The service returns them as stored, and accepts one if it signs the version's manifest. It has no keys."""
+"""Signatures of durable versions.
+
+The service returns them as stored, and accepts one if it signs the version's manifest. It has no keys.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ from weighbridge_storage.versions.signatures import read_signatures, write_signa
 log = logging.getLogger(__name__)
 
 SignatureCheck = Callable[[ManifestText, bytes], str]
-"""Returns the signer of a signature, as text. Raises InvalidArgument if it is not a signature, or not of the manifest's version."""
+"""Returns the signer of a signature, as text.
+
+Raises InvalidArgument if it is not a signature, or not of the manifest's version.
+"""
 
 
 class Signatures:
@@ -65,7 +71,10 @@ class Signatures:
             return found.number, read_signatures(self._catalog.store, ModelName.parse(name), found.number)
 
     def get(self, name: str, version: str, signature: str) -> Signature:
-        """One signature of a version, by its id. Raises the same errors as `of_version`, and NotFound if the version does not have it."""
+        """One signature of a version, by its id.
+
+        Raises the same errors as `of_version`, and NotFound if the version does not have it.
+        """
         number, there = self.of_version(name, version)
         for each in there:
             if each.id == signature:

@@ -19,7 +19,8 @@ class Beginning:
     """Beginning of a version, kept only in the memory of the process that has opened it.
 
     Attributes:
-        offer_s: seconds from the trainer's call of push to the opening, as sent by the rank whose request opened it; None if not sent.
+        offer_s: seconds from the trainer's call of push to the opening, as sent by the rank whose request opened it;
+            None if not sent.
         first_byte_ms: when the first byte arrived, in milliseconds since 1970 UTC; 0 if none has.
     """
 
@@ -33,7 +34,8 @@ class VersionSnapshot:
 
     Attributes:
         version: the version as readers see it.
-        image: bytes of its files, or of those that this process has assembled, if they are complete and still in memory.
+        image: bytes of its files, or of those that this process has assembled, if they are complete and still in
+            memory.
         files: layout of the version in its files; None if it cannot be read here.
         unfinished: whether this process still has work to do for it.
         waits: returns the names of the things that a version which is being received waits for; None for others.
@@ -60,7 +62,9 @@ class VersionSnapshot:
         return self.version.state.visible and self.image is not None
 
     def differs_from(self, other: VersionSnapshot) -> bool:
-        """Whether anything has changed that callers wait for, which excludes the numbers of received bytes and sealed ranks."""
+        """Whether anything has changed that callers wait for, which excludes the numbers of received bytes and sealed
+        ranks.
+        """
         return (self.version.state, self.version.held, self.unfinished, self.abandoned) != (
             other.version.state,
             other.version.held,
@@ -135,7 +139,10 @@ class Snapshots:
 
     @property
     def held(self) -> dict[ModelName, list[int]]:
-        """Numbers of visible versions whose snapshots are held, by model. Another replica may have approved them since."""
+        """Numbers of visible versions whose snapshots are held, by model.
+
+        Another replica may have approved them since.
+        """
         found: dict[ModelName, list[int]] = {}
         for version in (snapshot.version for snapshot in self._all()):
             if version.state.visible and version.held:
@@ -149,7 +156,9 @@ class Snapshots:
 
     @property
     def not_durable(self) -> list[Version]:
-        """Versions that are visible here, could not be made durable so far, and are retried; `Version.error` is the reason."""
+        """Versions that are visible here, could not be made durable so far, and are retried; `Version.error` is the
+        reason.
+        """
         tried = (each.version for each in self._all() if not each.abandoned)
         return [version for version in tried if version.state.visible and version.error]
 

@@ -1,7 +1,8 @@
 """Versions that this process is reading from the store, and the leases of those that need one.
 
-All readers of a version share one lease. It is written when the oldest reader has been reading for a quarter of the grace time, and again
-after every further quarter, as `weighbridge_storage.head.leases` explains; short reads write nothing.
+All readers of a version share one lease. It is written when the oldest reader has been reading for a quarter of the
+grace time, and again after every further quarter, as `weighbridge_storage.head.leases` explains; short reads write
+nothing.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class _Use:
 class StoreReaders:
     """Readers of one process, and their leases. Thread-safe.
 
-    Every read of a durable version's files (a pull, a restore, an export, a download) begins and ends here. Manifests and headers may be
-    read without it.
+    Every read of a durable version's files (a pull, a restore, an export, a download) begins and ends here. Manifests
+    and headers may be read without it.
 
     Args:
         store: the object store that holds the versions.
@@ -112,7 +113,8 @@ class StoreReaders:
     def visit(self, model: ModelName, number: int, since_ms: int) -> None:
         """Record a visit of a reader that calls again and again, and does not report its end.
 
-        Visits end when none comes within a quarter of the grace time. Arguments as `begin`; only the first visit uses ``since_ms``.
+        Visits end when none comes within a quarter of the grace time. Arguments as `begin`; only the first visit uses
+        ``since_ms``.
         """
         place = (model, number)
         now_ms = self.clock()
@@ -124,7 +126,8 @@ class StoreReaders:
         self._write_if_due(place)
 
     def extend(self, model: ModelName, number: int, ms: int) -> None:
-        """Extend the lease for a client that may begin to read from the store directly within ``ms`` milliseconds, and makes no more calls.
+        """Extend the lease for a client that may begin to read from the store directly within ``ms`` milliseconds, and
+        makes no more calls.
 
         The lease is extended to twice that time from now, so that it is written at most once in that time.
         """

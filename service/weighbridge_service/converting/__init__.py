@@ -1,5 +1,5 @@
-"""Conversion of folders: Hugging Face folders to torch_dist checkpoints of Megatron-core and back, and FSDP checkpoints to Hugging Face
-folders. Only `pushing` requires a running service.
+"""Conversion of folders: Hugging Face folders to torch_dist checkpoints of Megatron-core and back, and FSDP checkpoints
+to Hugging Face folders. Only `pushing` requires a running service.
 
 May import: `models`, `plan`, `weighbridge_storage`, `weighbridge`.
 

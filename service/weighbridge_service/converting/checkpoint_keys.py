@@ -1,9 +1,10 @@
 """Keys, chunks and objects of a checkpoint for Megatron-core to load.
 
-Keys are those of `sharded_state_dict()` of megatron-core 0.16. If all layers are identical (`homogeneous` in transformer_block.py), they
-form one tensor with the layer as its first axis; otherwise each layer has its own key. A layer's experts are always an axis of one tensor.
-Layers for multi-token prediction have their own keys in both forms. Every module that Transformer Engine could quantise also has an object
-``<module>._extra_state``, without which loading fails.
+Keys are those of `sharded_state_dict()` of megatron-core 0.16. If all layers are identical (`homogeneous` in
+transformer_block.py), they form one tensor with the layer as its first axis; otherwise each layer has its own key. A
+layer's experts are always an axis of one tensor. Layers for multi-token prediction have their own keys in both forms.
+Every module that Transformer Engine could quantise also has an object ``<module>._extra_state``, without which loading
+fails.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class CheckpointTensors:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A tensor of one layer and expert, or a section of it, with its place. The place is a key that ends with the section, and an index of
-    the leading axes.
+    """A tensor of one layer and expert, or a section of it, with its place. The place is a key that ends with the
+    section, and an index of the leading axes.
     """
 
     entry: MegatronTensor
@@ -79,8 +80,8 @@ def checkpoint_tensors(
     Args:
         bridge: bridge of the model.
         tensors: the model's tensors in Hugging Face's space, which determine the dtypes.
-        keys: ``stacked`` gives all layers one key, ``per-layer`` gives each layer its own key. ``auto`` follows the trainers of the family,
-            and stacks layers only if all of them are identical.
+        keys: ``stacked`` gives all layers one key, ``per-layer`` gives each layer its own key. ``auto`` follows the
+            trainers of the family, and stacks layers only if all of them are identical.
         spec: naming of norms: Transformer Engine's, or Megatron's own.
         vocab_multiple: the rows of the embedding and of the output layer are padded to a multiple of this.
 
@@ -114,12 +115,9 @@ def checkpoint_tensors(
                 fix="save the model in one dtype, or convert with a key for each layer",
             )
         shards += [
-            Shard(one.key, box.under(one.leading))
-            for box in _chunks(one.entry, TensorSpec(one.key, one.dtype, shape))
+            Shard(one.key, box.under(one.leading)) for box in _chunks(one.entry, TensorSpec(one.key, one.dtype, shape))
         ]
-    return CheckpointTensors(
-        tuple(specs.values()), tuple(shards), tuple(dict.fromkeys(_objects(placed, counts, spec)))
-    )
+    return CheckpointTensors(tuple(specs.values()), tuple(shards), tuple(dict.fromkeys(_objects(placed, counts, spec))))
 
 
 def _named(bridge: Bridge, spec: LayerSpec) -> Iterator[tuple[str, MegatronTensor]]:
@@ -154,7 +152,10 @@ def _stacked(placed: Sequence[_Placed], *, must: bool) -> list[_Placed]:
     }
     if must and alike != stacks.keys():
         raise InvalidArgument(
-            f"the layers of {' and '.join(sorted(stacks.keys() - alike))} are not all alike, so they cannot have one key",
+            (
+                f"the layers of {' and '.join(sorted(stacks.keys() - alike))} are not all alike, "
+                "so they cannot have one key"
+            ),
             fix="convert with a key for each layer, as Megatron-core saves such a model",
         )
     made = []
@@ -179,10 +180,10 @@ def _chunks(entry: MegatronTensor, spec: TensorSpec) -> Iterator[Box]:
             yield shard.box._replace(offset=(first + row, *others))
 
 
-def _objects(
-    placed: Sequence[_Placed], counts: Mapping[str, tuple[int, ...]], spec: LayerSpec
-) -> Iterator[str]:
-    """Names of the extra states of a model: those of linear layers and, with Transformer Engine, also those of norms and attention."""
+def _objects(placed: Sequence[_Placed], counts: Mapping[str, tuple[int, ...]], spec: LayerSpec) -> Iterator[str]:
+    """Names of the extra states of a model: those of linear layers and, with Transformer Engine, also those of norms
+    and attention.
+    """
     for one in placed:
         offset, size = one.leading or (0,), counts[one.key] or (1,)
         where = f"_extra_state/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, size))}"

@@ -23,12 +23,10 @@ SIDE_FOLDER = "hf"
 _SIDE_FOLDER_OF_VERL = "huggingface"
 _FIRST_KEYS = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight")
 _PREFIXES = ("", "module.", "model.", "module.module.")
-"""Prefixes that all keys of a checkpoint may have. Megatron-LM, verl and slime do not write a prefix; NeMo writes the names of its
-wrappers.
+"""Prefixes that all keys of a checkpoint may have. Megatron-LM, verl and slime do not write a prefix; NeMo writes the
+names of its wrappers.
 """
-_NOT_WEIGHTS = re.compile(
-    r"^(?:chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine)\b"
-)
+_NOT_WEIGHTS = re.compile(r"^(?:chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine)\b")
 _NAMED = 20
 
 
@@ -73,7 +71,8 @@ def is_megatron(checkpoint: TorchDistCheckpoint) -> bool:
 def side_files_of(source: Path, config: Path | None) -> SideFiles:
     """Read the files of a checkpoint's model other than its weights.
 
-    If they are in the checkpoint's own folder, other files there are not reported as omitted, because they belong to the checkpoint.
+    If they are in the checkpoint's own folder, other files there are not reported as omitted, because they belong to
+    the checkpoint.
 
     Args:
         source: folder of the checkpoint.
@@ -96,8 +95,8 @@ def side_files_of(source: Path, config: Path | None) -> SideFiles:
 
 
 def checkpoint_model(config_json: bytes, there: Layout) -> tuple[dict[str, TensorSpec], WeightMap]:
-    """Tensors of the model in the checkpoint's dtypes, without optional parts that the checkpoint does not contain, and their relation to
-    the checkpoint.
+    """Tensors of the model in the checkpoint's dtypes, without optional parts that the checkpoint does not contain, and
+    their relation to the checkpoint.
 
     Args:
         config_json: config of the model.
@@ -154,9 +153,7 @@ def _in_its_dtypes(bridge: Bridge, there: Layout) -> tuple[dict[str, TensorSpec]
             details=problems[:_NAMED],
         )
     usual = max(by_dtype, key=lambda dtype: sum(spec.nbytes for spec in by_dtype[dtype].values()))
-    tensors = {
-        name: TensorSpec(name, dtypes.get(name, usual), shape) for name, shape in bridge.hugging_face.items()
-    }
+    tensors = {name: TensorSpec(name, dtypes.get(name, usual), shape) for name, shape in bridge.hugging_face.items()}
     return tensors, WeightMap(
         there.tensors,
         tensors,

@@ -1,6 +1,7 @@
 """Plan of a conversion: copies of bytes from source files to target files, and omitted entries.
 
-Planning does not write anything and does not read weights. It finds all errors of a folder before the first byte is copied.
+Planning does not write anything and does not read weights. It finds all errors of a folder before the first byte is
+copied.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ from weighbridge_service.plan.planning import Plan, make_plan
 from weighbridge_service.plan.relations import WeightMap
 
 Kind = Literal["hugging_face", "torch_dist", "rank_files"]
-"""Kind of a source: a Hugging Face folder; a checkpoint of Megatron-core or torch (DCP); a checkpoint of FSDP with a file for each rank."""
+"""Kind of a source: a Hugging Face folder; a checkpoint of Megatron-core or torch (DCP); a checkpoint of FSDP with a
+file for each rank.
+"""
 
 DEFAULT_CHECKPOINT_FILE_BYTES = 2_000_000_000
 """Default size of ``.distcp`` files: smaller than Hugging Face files, so that several can be written concurrently."""
@@ -67,7 +70,8 @@ class ConvertOptions:
     """Options of a conversion.
 
     Attributes:
-        config: Hugging Face folder with the config, tokenizer and similar files of a checkpoint; None if the checkpoint contains them.
+        config: Hugging Face folder with the config, tokenizer and similar files of a checkpoint; None if the checkpoint
+            contains them.
         keys: form of the keys of a checkpoint that is written.
         spec: naming of its norms.
         vocab_multiple: its vocabulary is padded to a multiple of this.
@@ -145,7 +149,9 @@ class Conversion:
         return sum(f.nbytes for f in self.files) + sum(map(len, self.side_files.values()))
 
     def identity(self) -> str:
-        """Digest that identifies this conversion, as hex digits: it covers the state of the source's files and the whole plan."""
+        """Digest that identifies this conversion, as hex digits: it covers the state of the source's files and the
+        whole plan.
+        """
         sides = {name: hashlib.sha256(content).hexdigest() for name, content in self.side_files.items()}
         text = json.dumps(
             [
@@ -178,7 +184,10 @@ def kind_of_folder(folder: Path) -> Kind:
         f"{folder} contains neither safetensors files nor a checkpoint of Megatron-core, torch or FSDP",
         fix=f"give the folder of one checkpoint, such as {', '.join(inner)}"
         if inner
-        else "give a folder with *.safetensors, one with .metadata and *.distcp, or one with model_world_size_*_rank_*.pt",
+        else (
+            "give a folder with *.safetensors, one with .metadata and *.distcp, or one with "
+            "model_world_size_*_rank_*.pt"
+        ),
     )
 
 
@@ -200,7 +209,8 @@ def state_of(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
 
 
 def plan_conversion(source: Path, options: ConvertOptions) -> Conversion:
-    """Inspect a folder and plan its conversion: a Hugging Face folder to torch_dist, or any checkpoint to a Hugging Face folder.
+    """Inspect a folder and plan its conversion: a Hugging Face folder to torch_dist, or any checkpoint to a Hugging
+    Face folder.
 
     Raises:
         NotFound: the folder does not contain a checkpoint, or the checkpoint does not have a ``config.json``.
@@ -216,7 +226,7 @@ def plan_conversion(source: Path, options: ConvertOptions) -> Conversion:
     return _from_checkpoint(source, options, kind)
 
 
-# -- Hugging Face to torch_dist -------------------------------------------------------------------------------------------
+# -- Hugging Face to torch_dist ----------------------------------------------------------------------------------------
 
 
 def _from_hugging_face(source: Path, options: ConvertOptions) -> Conversion:
@@ -272,7 +282,10 @@ def _hugging_face_model(
     scaled = [name for name in there.tensors if name.endswith(SCALE_SUFFIX)]
     if scaled or any(spec.dtype.name.startswith("F8") for spec in there.tensors.values()):
         raise InvalidArgument(
-            f"the weights are quantised to 8 bits, with {counted(len(scaled), 'tensor')} of scales: Megatron-core has no keys for these",
+            (
+                f"the weights are quantised to 8 bits, with {counted(len(scaled), 'tensor')} of "
+                "scales: Megatron-core has no keys for these"
+            ),
             details=scaled[:_NAMED],
             fix="dequantise them first: weighbridge import --dequantize bf16, then convert the folder of that version",
         )
@@ -300,7 +313,7 @@ def _twins(there: Layout, relation: WeightMap) -> Iterable[Twin]:
                 yield Twin(copy.target, placed[copy.target], placed[link.target])
 
 
-# -- checkpoints to Hugging Face ------------------------------------------------------------------------------------------
+# -- checkpoints to Hugging Face ---------------------------------------------------------------------------------------
 
 
 def _from_checkpoint(source: Path, options: ConvertOptions, kind: Kind) -> Conversion:

@@ -80,8 +80,9 @@ def convert_folder(
 ) -> ConvertReport:
     """Convert a Hugging Face folder to a torch_dist checkpoint, or any checkpoint to a Hugging Face folder.
 
-    The conversion needs memory for the plan and for one buffer per worker, independent of the size of the model. The target appears when it
-    is complete; until then its files are in ``<target>.converting``, from which an identical call resumes after an interruption.
+    The conversion needs memory for the plan and for one buffer per worker, independent of the size of the model. The
+    target appears when it is complete; until then its files are in ``<target>.converting``, from which an identical
+    call resumes after an interruption.
 
     Args:
         source: the source folder; its kind is detected.
@@ -90,7 +91,8 @@ def convert_folder(
         workers: number of worker processes; by default one per CPU, at most four.
         memory_budget: maximum memory of all processes together, in bytes, without the page cache.
         restart: whether to discard the files of an interrupted, different conversion to the target.
-        unit_bytes: approximate number of bytes between two entries of the journal. A resuming run must use the same number.
+        unit_bytes: approximate number of bytes between two entries of the journal. A resuming run must use the same
+            number.
         lock_seconds: seconds to wait for another process that converts to the same target.
         on_progress: called with the number of converted bytes of tensors, and their total.
         on_resume: called once with the same numbers if an earlier run is resumed.

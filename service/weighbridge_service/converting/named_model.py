@@ -1,9 +1,9 @@
-"""Model in a torch checkpoint whose parameters have Hugging Face's names, such as an FSDP checkpoint in DCP format or with a file for each
-rank.
+"""Model in a torch checkpoint whose parameters have Hugging Face's names, such as an FSDP checkpoint in DCP format or
+with a file for each rank.
 
-A checkpoint may contain more than the model. The model's tensors are found by name: by their names in its files, or by the names of other
-forms in memory, such as all experts in one tensor. If the model has no weight map, all tensors under ``model``, ``state_dict`` or
-``module`` are used, or else all tensors.
+A checkpoint may contain more than the model. The model's tensors are found by name: by their names in its files, or by
+the names of other forms in memory, such as all experts in one tensor. If the model has no weight map, all tensors under
+``model``, ``state_dict`` or ``module`` are used, or else all tensors.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ from weighbridge_service.converting.checkpoint_model import is_megatron
 from weighbridge_service.families import has_weight_map
 from weighbridge_service.models.bridges import bridge_for, parse_config
 
-_STATES = re.compile(
-    r"^(optim\w*|\w*scheduler|train_state|dataloader|loader|rng\w*|rank_state|scaler|ema)(?=\.|/|$)"
-)
+_STATES = re.compile(r"^(optim\w*|\w*scheduler|train_state|dataloader|loader|rng\w*|rank_state|scaler|ema)(?=\.|/|$)")
 _TOPS = ("model", "state_dict", "module")
 """Keys under which trainers save a module next to other state: torch's examples, Lightning, DeepSpeed."""
 _MOST_PREFIX = 3
@@ -67,8 +65,14 @@ def check_twins(folder: Path, twins: Sequence[Twin]) -> None:
     for twin in twins:
         if not same(files, twin.copy, twin.original):
             raise DataLoss(
-                f"{twin.name} is not the same as {twin.original.shard.tensor}, of which it is a copy, so that it cannot be left out",
-                fix="leave one of them out, or, if it is config.json that ties them, set tie_word_embeddings to false there",
+                (
+                    f"{twin.name} is not the same as {twin.original.shard.tensor}, of which it is "
+                    "a copy, so that it cannot be left out"
+                ),
+                fix=(
+                    "leave one of them out, or, if it is config.json that ties them, set "
+                    "tie_word_embeddings to false there"
+                ),
             )
 
 
@@ -123,7 +127,10 @@ class NamedModel:
         if apart:
             names = list(dict.fromkeys(apart))
             raise LayoutError(
-                f"{counted(len(names), 'tensor has', 'tensors have')} a different order of elements in the checkpoint than in the model's files",
+                (
+                    f"{counted(len(names), 'tensor has', 'tensors have')} a different order of "
+                    "elements in the checkpoint than in the model's files"
+                ),
                 details=names[:NAMED],
                 fix="convert the checkpoint first (weighbridge convert CHECKPOINT HF_DIR), and import the folder",
             )
@@ -134,7 +141,9 @@ class NamedModel:
 
 
 def read_checkpoint(folder: Path) -> tuple[TorchDistCheckpoint, bool]:
-    """Read a checkpoint's metadata. Also returns whether its weights have Hugging Face's names instead of Megatron-core's.
+    """Read a checkpoint's metadata.
+
+    Also returns whether its weights have Hugging Face's names instead of Megatron-core's.
 
     Raises:
         As `read_torch_dist` and `read_rank_files` do.
@@ -155,7 +164,8 @@ def named_model(config_json: bytes, checkpoint: TorchDistCheckpoint) -> NamedMod
     Raises:
         InvalidArgument: the config cannot be parsed.
         NotFound: the checkpoint does not contain any tensor of the model.
-        LayoutError: tensors are missing or unknown, have another shape, or are LoRA adapters that are not merged. The error names each.
+        LayoutError: tensors are missing or unknown, have another shape, or are LoRA adapters that are not merged. The
+            error names each.
     """
     there = checkpoint.layout.tensors
     config = parse_config(config_json)
@@ -170,16 +180,16 @@ def named_model(config_json: bytes, checkpoint: TorchDistCheckpoint) -> NamedMod
     else:
         prefix = _prefix_by_paths(checkpoint)
         names = _unwrapped(_names_under(prefix, checkpoint))
-        known = TensorForms(
-            {own: TensorSpec(own, there[name].dtype, there[name].shape) for name, own in names.items()}
-        )
+        known = TensorForms({own: TensorSpec(own, there[name].dtype, there[name].shape) for name, own in names.items()})
         parts = {}
     own = _unwrapped(_names_under(prefix, checkpoint))
     if not own:
         raise NotFound(
             "the checkpoint has no weights of a model",
             details=sorted(there)[:NAMED],
-            fix='save the module\'s state under "model": dcp.save({"model": module.state_dict()}, checkpoint_id=FOLDER)',
+            fix=(
+                'save the module\'s state under "model": dcp.save({"model": module.state_dict()}, checkpoint_id=FOLDER)'
+            ),
         )
     check_merged(own.values(), "merge them into the model before it is saved: model.merge_and_unload()")
     tied = tied_copies(config_json, {name: _named(there[full], name) for full, name in own.items()})
@@ -199,7 +209,10 @@ def named_model(config_json: bytes, checkpoint: TorchDistCheckpoint) -> NamedMod
 
 
 def _prefix_by_names(there: Mapping[str, TensorSpec], known: TensorForms) -> str:
-    """Prefix of the model's names in the checkpoint: the prefix with which most names are known. Raises NotFound if no name is known."""
+    """Prefix of the model's names in the checkpoint: the prefix with which most names are known.
+
+    Raises NotFound if no name is known.
+    """
     counts: Counter[str] = Counter()
     for name in there:
         parts = name.split(".")
@@ -233,7 +246,9 @@ def _names_under(prefix: str, checkpoint: TorchDistCheckpoint) -> dict[str, str]
 
 
 def _unwrapped(names: Mapping[str, str]) -> dict[str, str]:
-    """Names of the checkpoint's tensors, each with the model's name for it, without the components that wrappers add."""
+    """Names of the checkpoint's tensors, each with the model's name for it, without the components that wrappers
+    add.
+    """
     own = unwrapped_names(names.values())
     return {full: own[name] for full, name in names.items()}
 
@@ -255,7 +270,10 @@ def _checked(
     parts: Mapping[str, Sequence[str]],
     prefix: str,
 ) -> dict[str, TensorSpec]:
-    """Tensors of the model in the checkpoint's dtypes, without optional parts that the checkpoint does not contain. Raises LayoutError."""
+    """Tensors of the model in the checkpoint's dtypes, without optional parts that the checkpoint does not contain.
+
+    Raises LayoutError.
+    """
     problems = told(list(unknown_names([name for full, name in weights.items() if full not in forms], known)))
     dtypes: dict[str, DType] = {}
     holders: dict[str, str] = {}
@@ -296,9 +314,7 @@ def _compared(layout: Layout, copies: Mapping[str, str]) -> Iterator[Twin]:
             yield Twin(place.shard.tensor, place, other)
 
 
-def _left_out(
-    checkpoint: TorchDistCheckpoint, taken: Mapping[str, Form], copies: Mapping[str, str]
-) -> dict[str, int]:
+def _left_out(checkpoint: TorchDistCheckpoint, taken: Mapping[str, Form], copies: Mapping[str, str]) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for names, what in ((checkpoint.layout.tensors, "tensors"), (checkpoint.others, "objects")):
         for name in names:

@@ -72,7 +72,8 @@ class CheckpointToPush:
 
         Args:
             folder: folder of the checkpoint.
-            config: Hugging Face folder with the model's config, tokenizer and similar files; None to search the checkpoint.
+            config: Hugging Face folder with the model's config, tokenizer and similar files; None to search the
+                checkpoint.
 
         Raises:
             NotFound: the checkpoint or ``config.json`` does not exist.
@@ -90,18 +91,35 @@ class CheckpointToPush:
             model = named_model(side_files["config.json"], checkpoint)
             specs = tuple(model.tensors.values())
             return CheckpointToPush(
-                folder, side_files, specs, tuple(model.shards()), specs,
-                TensorSpace.HUGGING_FACE, model.tied, {**model.left_out, **sides.kinds()}, step, {name: name for name in model.tensors}, kept,
-            )  # fmt: skip
+                folder,
+                side_files,
+                specs,
+                tuple(model.shards()),
+                specs,
+                TensorSpace.HUGGING_FACE,
+                model.tied,
+                {**model.left_out, **sides.kinds()},
+                step,
+                {name: name for name in model.tensors},
+                kept,
+            )
         check_trained(side_files["config.json"], trained_arguments(common_values(folder, checkpoint)))
         layout, left_out = model_part(checkpoint)
         tensors, relation = checkpoint_model(side_files["config.json"], layout)
         specs = tuple(tensors.values())
         return CheckpointToPush(
-            folder, side_files, specs,
-            tuple((place.shard, place) for place in layout.placements), tuple(layout.tensors.values()),
-            TensorSpace.MEGATRON, (), {**left_out, **sides.kinds()}, step, {link.source: link.target for link in relation.links}, kept,
-        )  # fmt: skip
+            folder,
+            side_files,
+            specs,
+            tuple((place.shard, place) for place in layout.placements),
+            tuple(layout.tensors.values()),
+            TensorSpace.MEGATRON,
+            (),
+            {**left_out, **sides.kinds()},
+            step,
+            {link.source: link.target for link in relation.links},
+            kept,
+        )
 
     def cast(self, dtype: DType) -> Mapping[str, TensorSpec]:
         """Tensors of the model after a cast of floating-point weights.
@@ -134,8 +152,8 @@ class CheckpointToPush:
             options: as for `TrainerClient.push`.
 
         Raises:
-            InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast; or the checkpoint has Megatron-core's names and
-                ``weight_map`` is False.
+            InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast; or the checkpoint has
+                Megatron-core's names and ``weight_map`` is False.
             LayoutError: a tensor is missing or duplicated. The error names it.
             FailedPrecondition: the model is already registered with other tensors.
             DataLoss: a tensor differs from the one that it is tied to.

@@ -1,8 +1,8 @@
-"""Comparison of a config with the trainer's arguments in a checkpoint, for differences between models that tensor shapes do not show. All
-functions are pure.
+"""Comparison of a config with the trainer's arguments in a checkpoint, for differences between models that tensor
+shapes do not show. All functions are pure.
 
-A model with 4 heads and a model with 8 heads of half the size have tensors of the same shapes, but with rows in a different order. Values
-such as the rotary base do not appear in any tensor.
+A model with 4 heads and a model with 8 heads of half the size have tensors of the same shapes, but with rows in a
+different order. Values such as the rotary base do not appear in any tensor.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def check_trained(config_json: bytes, arguments: Mapping[str, Any]) -> None:
     problems = contradictions(config, arguments)
     if problems:
         raise InvalidArgument(
-            f"config.json does not describe the model that was trained: it contradicts {counted(len(problems), 'argument')} stored in the checkpoint",
+            (
+                "config.json does not describe the model that was trained: it contradicts "
+                f"{counted(len(problems), 'argument')} stored in the checkpoint"
+            ),
             details=problems,
             fix="give the config.json that belongs to the checkpoint (--config)",
         )

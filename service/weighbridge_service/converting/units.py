@@ -39,7 +39,8 @@ class Range:
 class Units:
     """All units of a conversion. The content of a unit is computed on demand.
 
-    The ranges depend only on the conversion and `unit_bytes`, so that a resuming run has the same units as the interrupted run.
+    The ranges depend only on the conversion and `unit_bytes`, so that a resuming run has the same units as the
+    interrupted run.
 
     Args:
         conversion: the conversion.
@@ -107,8 +108,8 @@ class Units:
         return Unit(covered.number, covered.file, tuple(gathers))
 
     def _gathers(self, placement: Placement, start: int, stop: int) -> Iterator[Gather]:
-        """A range of a placement as runs that fit into memory. If a constant is added to the tensor's elements, the runs contain whole
-        elements: those that begin in the range.
+        """A range of a placement as runs that fit into memory. If a constant is added to the tensor's elements, the
+        runs contain whole elements: those that begin in the range.
         """
         shift = self._conversion.shifts.get(placement.shard.tensor)
         dtype = None if shift is None else self._conversion.plan.target.tensors[placement.shard.tensor].dtype

@@ -2,12 +2,13 @@
 
 It does not know about tensors, except for elements to which a constant is added.
 
-Whole blocks bypass the page cache if the file system allows it: the data is not read again on this machine, and allocating the pages costs more
-than the write. Partial blocks, which share a block with other bytes, are written through the page cache.
+Whole blocks bypass the page cache if the file system allows it: the data is not read again on this machine, and
+allocating the pages costs more than the write. Partial blocks, which share a block with other bytes, are written
+through the page cache.
 
-Messages on stdin are pickles, each after its length in eight bytes: first a `Job`, then one `Unit` at a time. The worker replies on stdout
-with lines of JSON: ``{"copied": bytes}`` for progress, ``{"done": number}`` when a unit is on disk, ``{"error": ...}`` when it cannot
-continue. It exits at the end of stdin.
+Messages on stdin are pickles, each after its length in eight bytes: first a `Job`, then one `Unit` at a time. The
+worker replies on stdout with lines of JSON: ``{"copied": bytes}`` for progress, ``{"done": number}`` when a unit is on
+disk, ``{"error": ...}`` when it cannot continue. It exits at the end of stdin.
 """
 
 from __future__ import annotations
@@ -211,7 +212,10 @@ def send(stream: IO[bytes], message: object) -> None:
 
 
 def _receive(stream: IO[bytes]) -> Any:
-    """The next message; None at the end of the stream. Unpickling is safe because the parent process sends the messages."""
+    """The next message; None at the end of the stream.
+
+    Unpickling is safe because the parent process sends the messages.
+    """
     head = stream.read(_LENGTH)
     data = stream.read(int.from_bytes(head, "little"))
     return pickle.loads(data) if len(head) == _LENGTH else None  # noqa: S301

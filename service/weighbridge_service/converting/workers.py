@@ -39,7 +39,8 @@ def run_units(
         todo: ranges of the units to execute.
         job: parameters of all units.
         workers: number of processes.
-        lock: descriptor that every process keeps open, so that the working folder stays locked until the last one has ended.
+        lock: descriptor that every process keeps open, so that the working folder stays locked until the last one has
+            ended.
         on_copied: called with the number of bytes copied, by any thread.
         on_done: called with the range of each unit that is on disk, by any thread.
 

@@ -1,8 +1,9 @@
 """Working folder next to the target of a conversion. An interrupted conversion resumes from it.
 
-``TARGET.converting/`` contains ``files/``, which is renamed to TARGET at the end, ``journal``, and ``lock``, which a running conversion and
-its workers hold. The journal's first line is the identity of the conversion. Each further line is the number of a unit whose bytes are on
-disk. The last line is ``complete`` when only the rename is left. A truncated line is ignored.
+``TARGET.converting/`` contains ``files/``, which is renamed to TARGET at the end, ``journal``, and ``lock``, which a
+running conversion and its workers hold. The journal's first line is the identity of the conversion. Each further line
+is the number of a unit whose bytes are on disk. The last line is ``complete`` when only the rename is left. A truncated
+line is ignored.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class WorkingFolder:
 
     Args:
         target: target of the conversion.
-        lock_seconds: seconds to wait for the lock: workers of a killed run hold it until they have finished their current units.
+        lock_seconds: seconds to wait for the lock: workers of a killed run hold it until they have finished their
+            current units.
 
     Raises:
         AlreadyExists: another process converts to the same target.
@@ -73,9 +75,7 @@ class WorkingFolder:
         deadline = time.monotonic() + lock_seconds
         while (lock := self._try_lock()) is None:
             if time.monotonic() > deadline:
-                raise AlreadyExists(
-                    f"another process is converting to {self.target}", fix="wait until it is done"
-                )
+                raise AlreadyExists(f"another process is converting to {self.target}", fix="wait until it is done")
             time.sleep(0.05)
         self.lock = lock
 
@@ -87,7 +87,8 @@ class WorkingFolder:
             lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # the previous holder may have removed the folder after this open, and another process may have created a new one
+            # the previous holder may have removed the folder after this open, and another process may have created a
+            # new one
             if os.path.samestat(os.fstat(lock), name.stat()):
                 return lock
         except (BlockingIOError, FileNotFoundError):
@@ -118,12 +119,13 @@ class WorkingFolder:
         found, done = self._read()
         if found is not None and found != identity and not restart:
             raise FailedPrecondition(
-                f"{self.path} is left over from a conversion of a different source, with different options, or of a source that has "
+                f"{self.path} is left over from a conversion of a different source, with "
+                "different options, or of a source that has "
                 "changed since",
                 fix=f"run again with --restart to discard it and start over, or remove {self.path}",
             )
-        # a missing file, a wrong size or an unknown file means that another program has changed the folder, so the journal cannot
-        # be trusted
+        # a missing file, a wrong size or an unknown file means that another program has changed the folder, so the
+        # journal cannot be trusted
         whole = self.is_whole(self.files, conversion) and self._has_nothing_else(conversion)
         with room(self.path):
             if found != identity or restart or not whole:
@@ -195,9 +197,7 @@ class WorkingFolder:
 
     def _has_nothing_else(self, conversion: Conversion) -> bool:
         known = {*(file.name for file in conversion.files), *conversion.side_files}
-        return all(
-            path.is_dir() or str(path.relative_to(self.files)) in known for path in self.files.rglob("*")
-        )
+        return all(path.is_dir() or str(path.relative_to(self.files)) in known for path in self.files.rglob("*"))
 
     def has_files(self) -> bool:
         """Whether an earlier run has left files that were not renamed to the target."""

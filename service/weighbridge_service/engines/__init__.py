@@ -1,4 +1,5 @@
-"""Engines that serve versions, from the reports of their agents: the version of each, how far it is behind its ref, and whether it is gone.
+"""Engines that serve versions, from the reports of their agents: the version of each, how far it is behind its ref, and
+whether it is gone.
 
 The state is not stored: agents report every few seconds, so a restarted service soon knows all engines again.
 

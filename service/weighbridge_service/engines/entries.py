@@ -1,7 +1,7 @@
 """Entry of an engine: the last report of its agent, and its standing. All functions are pure.
 
-Agents report ages instead of timestamps, so the clocks of two machines are never compared. Expiry uses the monotonic clock, which is never
-adjusted.
+Agents report ages instead of timestamps, so the clocks of two machines are never compared. Expiry uses the monotonic
+clock, which is never adjusted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from weighbridge._core.engines.step_parts import OF_AGENT, has_all
 
 _FACTS = [field.name for field in fields(EngineFacts)]
 _SLACK_MS = 2000
-"""Maximum difference between start times in two reports that are treated as equal, because reports arrive with different delays."""
+"""Maximum difference between start times in two reports that are treated as equal, because reports arrive with
+different delays.
+"""
 _SOON_S = 60.0
 """A process that receives the first report of an engine counts the engine's update only if it is younger than this."""
 _MOST_NAMED = 16
@@ -34,8 +36,8 @@ _MOST_NAMED = 16
 Order: TypeAlias = tuple[str, str, str, str]
 """Model, address and id of an engine, and the identity of its agent."""
 MOST_KEPT = 64
-"""Maximum number of versions of a model that are kept for the engines of one owner, so that a caller with permission only to pull cannot keep
-all versions in the store."""
+"""Maximum number of versions of a model that are kept for the engines of one owner, so that a caller with permission
+only to pull cannot keep all versions in the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,8 @@ def _proofs_told(before: Entry | None, report: EngineReport) -> tuple[int, int]:
 def _tells_of_update(before: Entry | None, report: EngineReport, heard_s: float) -> bool:
     """Whether a report is the first one with its engine's last update.
 
-    In the first report of an engine, the update must also be younger than `_SOON_S`, because this process may have been restarted after it.
+    In the first report of an engine, the update must also be younger than `_SOON_S`, because this process may have been
+    restarted after it.
     """
     if before is None or not report.update_version:
         return bool(report.update_version) and report.update_age_seconds < _SOON_S
@@ -200,7 +203,9 @@ def _tells_of_update(before: Entry | None, report: EngineReport, heard_s: float)
 
 
 def _steady(before_ms: int, now_ms: int) -> int:
-    """The time from the earlier of two reports if the two times agree within `_SLACK_MS`, otherwise from the later report."""
+    """The time from the earlier of two reports if the two times agree within `_SLACK_MS`, otherwise from the later
+    report.
+    """
     return before_ms if abs(before_ms - now_ms) < _SLACK_MS else now_ms
 
 
@@ -224,8 +229,8 @@ class VersionTimes(NamedTuple):
         create_ms: time at which it was opened.
         ready_ms: time at which it became ready.
         here: whether this process saw it become ready.
-        first_byte_ms: time at which its first byte arrived. Only the process that opened the version knows it; all three times are then
-            measured by that process's clock.
+        first_byte_ms: time at which its first byte arrived. Only the process that opened the version knows it; all
+            three times are then measured by that process's clock.
         offer_s: seconds from the trainer's call of push to the opening, by the trainer's clock; None if unknown.
     """
 
@@ -240,10 +245,12 @@ _UNKNOWN = VersionTimes()
 
 
 def parts_of_step(entry: Entry, times: VersionTimes) -> dict[str, float]:
-    """Durations in seconds of the parts of the step that ended with an engine's last update: first the service's parts, then the agent's.
+    """Durations in seconds of the parts of the step that ended with an engine's last update: first the service's parts,
+    then the agent's.
 
-    The time at which the agent received the notification is computed backwards from the end of its update, by the clock of the replica that
-    received the report. If a different replica received the version, the clocks differ, and the part ``hear`` is omitted.
+    The time at which the agent received the notification is computed backwards from the end of its update, by the clock
+    of the replica that received the report. If a different replica received the version, the clocks differ, and the
+    part ``hear`` is omitted.
 
     Args:
         entry: entry of the engine.
@@ -303,10 +310,12 @@ def standing(entry: Entry, named: int, now_s: float, leases: Leases) -> str:
 
 
 def served(entries: Iterable[Entry], model: str, now_s: float, leases: Leases) -> dict[int, tuple[str, ...]]:
-    """The versions of one model that engines serve, update to or use as a drafter, each with labels of its engines for messages.
+    """The versions of one model that engines serve, update to or use as a drafter, each with labels of its engines for
+    messages.
 
-    For each owner, at most `MOST_KEPT` versions are included: those with the most engines, and the newest among equals. An entry from
-    another replica counts until it is forgotten, because its engines keep serving while that replica is unreachable.
+    For each owner, at most `MOST_KEPT` versions are included: those with the most engines, and the newest among equals.
+    An entry from another replica counts until it is forgotten, because its engines keep serving while that replica is
+    unreachable.
     """
     of_owner: dict[str, dict[int, list[str]]] = {}
     for entry in entries:

@@ -1,8 +1,8 @@
 """Exchange of engines between replicas, so that each replica lists all engines and keeps the versions that they serve.
 
-A replica forwards the reports that it has received from agents to every other replica in the directory: changes at once, and all of them at
-the interval at which agents report. Reports are never withdrawn: an engine that is no longer forwarded becomes stale, and is finally
-forgotten.
+A replica forwards the reports that it has received from agents to every other replica in the directory: changes at
+once, and all of them at the interval at which agents report. Reports are never withdrawn: an engine that is no longer
+forwarded becomes stale, and is finally forgotten.
 """
 
 from __future__ import annotations
@@ -49,11 +49,9 @@ class _Peer:
     busy: bool = False
 
 
-def due(
-    entries: Iterable[Entry], told: Mapping[tuple[str, str], EngineFacts], *, everything: bool
-) -> list[Entry]:
-    """The engines to send to another replica: all engines that have reported to this replica, or only those that have changed since they
-    were sent.
+def due(entries: Iterable[Entry], told: Mapping[tuple[str, str], EngineFacts], *, everything: bool) -> list[Entry]:
+    """The engines to send to another replica: all engines that have reported to this replica, or only those that have
+    changed since they were sent.
     """
     return [each for each in entries if each.here and (everything or told.get(each.key) != each.facts)]
 

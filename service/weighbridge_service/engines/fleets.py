@@ -32,8 +32,8 @@ class Fleet:
         behind: largest number of versions that an engine is behind its ref.
         behind_s: longest time since the last successful update, of engines that are behind.
         silent_s: longest time since the last report, of engines that have not ended.
-        prepare_s: longest time for which a last update prepared while the engine served. This and the following figures exclude engines
-            that are gone.
+        prepare_s: longest time for which a last update prepared while the engine served. This and the following figures
+            exclude engines that are gone.
         pause_s: longest time for which a last update paused the engine.
         proofs: number of engines, by the verdict of their last proof.
         proof_age_s: longest time since the last proof, of engines with proofs enabled.
@@ -102,12 +102,13 @@ def _fleet(
             (max(now_ms - entry.proved_ms, 0) / 1000 for entry in present if entry.report.proof), default=0.0
         ),
         proof_s=max((report.proof_seconds for report in there), default=0.0),
-        drift=max(
-            (report.golden_drift for report in there if report.golden not in ("", NOT_ANSWERED)), default=None
-        ),
+        drift=max((report.golden_drift for report in there if report.golden not in ("", NOT_ANSWERED)), default=None),
     )
 
 
 def _verdict(report: EngineReport) -> str:
-    """Verdict of an engine's last proof. A verdict that this release does not know, from an agent of another release, is `OTHER`."""
+    """Verdict of an engine's last proof.
+
+    A verdict that this release does not know, from an agent of another release, is `OTHER`.
+    """
     return report.proof if report.proof in VERDICTS else OTHER if report.proof else NOT_ASKED

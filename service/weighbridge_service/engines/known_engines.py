@@ -1,4 +1,6 @@
-"""Engines joined with the refs that they follow: incoming reports, lists for clients, and the versions that collections must keep."""
+"""Engines joined with the refs that they follow: incoming reports, lists for clients, and the versions that collections
+must keep.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class KnownEngines:
 
     Attributes:
         registry: as given.
-        changes: notifies listeners of models whose engines have changed. A report without changes does not cause a notification.
+        changes: notifies listeners of models whose engines have changed. A report without changes does not cause a
+            notification.
         steps: durations of parts of steps, for each update that an agent reports to this process.
         proofs: number of proofs that agents report to this process.
     """
@@ -64,16 +67,14 @@ class KnownEngines:
         """Metrics of the reports to this process."""
         return self.steps, self.proofs
 
-    def report(
-        self, owner: Owner, said: EngineReport, pulls: Callable[[str], bool] = lambda _model: True
-    ) -> Engine:
+    def report(self, owner: Owner, said: EngineReport, pulls: Callable[[str], bool] = lambda _model: True) -> Engine:
         """Record an agent's report, and return its engine in the public form.
 
         Args:
             owner: owner of the engine.
             said: the report.
-            pulls: returns whether the agent may pull a model. If it may not pull the drafter, the drafter is dropped from the report, because
-                collections keep the versions of drafters.
+            pulls: returns whether the agent may pull a model. If it may not pull the drafter, the drafter is dropped
+                from the report, because collections keep the versions of drafters.
 
         Raises:
             InvalidArgument: a field of the report is invalid.
@@ -103,8 +104,8 @@ class KnownEngines:
         self.proofs.labels(PROVED).inc(max(made - failed, 0))
 
     def heard(self, told: Iterable[pb.ReportedEngine]) -> None:
-        """Record reports that another replica has received. Reports that cannot be recorded are skipped and logged: the other replica has
-        refused them, or lists their engines itself.
+        """Record reports that another replica has received. Reports that cannot be recorded are skipped and logged: the
+        other replica has refused them, or lists their engines itself.
         """
         for each in told:
             if not 0.0 <= each.age_seconds < self.registry.leases.forgotten_s:
@@ -127,9 +128,7 @@ class KnownEngines:
         """
         return self._standing(model, self._entries(model, sees))
 
-    def page(
-        self, model: str, sees: Callable[[str], bool], after: str, limit: int
-    ) -> tuple[list[Engine], str]:
+    def page(self, model: str, sees: Callable[[str], bool], after: str, limit: int) -> tuple[list[Engine], str]:
         """A page of `listed`, and the token of the next page, which is empty after the last one.
 
         Raises:
@@ -145,7 +144,10 @@ class KnownEngines:
         return [entry for entry in self.registry.all() if sees(entry.report.model)]
 
     def _standing(self, model: str, entries: Iterable[Entry]) -> list[Engine]:
-        """Entries in their public form. They must be sorted. Raises NotFound if ``model`` names a model that does not exist."""
+        """Entries in their public form. They must be sorted.
+
+        Raises NotFound if ``model`` names a model that does not exist.
+        """
         if model:
             return self._shown(entries, self._refs(ModelName.parse(model)))
         found: list[Engine] = []
@@ -158,12 +160,17 @@ class KnownEngines:
         return found
 
     def served(self, name: ModelName) -> dict[int, tuple[str, ...]]:
-        """The versions of a model that live engines serve, update to or use as a drafter, with labels of these engines."""
+        """The versions of a model that live engines serve, update to or use as a drafter, with labels of these
+        engines.
+        """
         registry = self.registry
         return served(registry.all(), str(name), registry.clock(), registry.leases)
 
     def fleets(self) -> list[Fleet]:
-        """Summary figures of the engines that report to this process, by model. Reads no heads: reports read them every few seconds."""
+        """Summary figures of the engines that report to this process, by model.
+
+        Reads no heads: reports read them every few seconds.
+        """
         registry, seen = self.registry, dict[str, _Refs]()
 
         def view(entry: Entry) -> RefView:
@@ -176,7 +183,10 @@ class KnownEngines:
         return fleets(here, view, registry.clock(), unix_ms(), registry.leases)
 
     def _refs_read_last(self, name: ModelName) -> _Refs:
-        """The refs of a model from its last read head. The history may read older nodes, but only those that reports have read before."""
+        """The refs of a model from its last read head.
+
+        The history may read older nodes, but only those that reports have read before.
+        """
         heads = self._catalog.heads
         head = heads.last_read(name)
         history = None if head is None else heads.history_of(name, head)
@@ -243,9 +253,7 @@ class _Refs:
         known = self._snapshots.get(number)
         if known is not None and known.version.ready_time_ms:
             began, version = known.beginning or Beginning(), known.version
-            return VersionTimes(
-                version.create_time_ms, version.ready_time_ms, True, began.first_byte_ms, began.offer_s
-            )
+            return VersionTimes(version.create_time_ms, version.ready_time_ms, True, began.first_byte_ms, began.offer_s)
         entry = None if self._history is None else self._history.head.recent.get(number)
         return VersionTimes() if entry is None else VersionTimes(entry.created_ms, entry.ready_ms)
 

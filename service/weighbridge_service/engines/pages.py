@@ -1,6 +1,7 @@
 """Pages of a list of engines. All functions are pure.
 
-A page token contains the sort key of the last engine of a page, so that additions and removals do not make a listing skip engines.
+A page token contains the sort key of the last engine of a page, so that additions and removals do not make a listing
+skip engines.
 """
 
 from __future__ import annotations
@@ -41,9 +42,7 @@ def _read(token: str) -> Order:
         model, address, engine_id, identity = json.loads(base64.urlsafe_b64decode(token.encode()))
     except (ValueError, TypeError, RecursionError):
         model = None
-    if not isinstance(model, str) or not all(
-        isinstance(each, str) for each in (address, engine_id, identity)
-    ):
+    if not isinstance(model, str) or not all(isinstance(each, str) for each in (address, engine_id, identity)):
         raise InvalidArgument(
             f"{token[:40]!r} is not a page token", fix="pass the token that the previous page returned"
         )

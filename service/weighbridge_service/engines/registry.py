@@ -13,8 +13,8 @@ from weighbridge_service.engines.entries import Entry, Leases, Owner, after_repo
 from weighbridge_service.runtime.clock import unix_ms
 
 MOST_ENGINES = 8192
-"""Maximum number of entries, of a few kilobytes each. One identity, or one host without a policy, may use at most three fourths of them,
-and one fourth while others use many.
+"""Maximum number of entries, of a few kilobytes each. One identity, or one host without a policy, may use at most three
+fourths of them, and one fourth while others use many.
 """
 
 
@@ -45,9 +45,7 @@ class EngineRegistry:
         self._entries: dict[tuple[str, str], Entry] = {}
         self._shares: Shares[str] = Shares(most)
 
-    def take(
-        self, owner: Owner, report: EngineReport, *, age_s: float = 0.0, here: bool = True
-    ) -> tuple[Entry, bool]:
+    def take(self, owner: Owner, report: EngineReport, *, age_s: float = 0.0, here: bool = True) -> tuple[Entry, bool]:
         """Record a report. Returns the engine's entry, and whether its facts have changed.
 
         Args:
@@ -79,8 +77,8 @@ class EngineRegistry:
         self._shares.add(entry.owner.quota, -1)
 
     def _make_room(self, entry: Entry, now_s: float) -> None:
-        """Remove forgotten entries, and entries of gone engines that the new agent replaces. If the registry is still full, remove the
-        entries of all gone engines. The caller holds the lock. Raises ResourceExhausted.
+        """Remove forgotten entries, and entries of gone engines that the new agent replaces. If the registry is still
+        full, remove the entries of all gone engines. The caller holds the lock. Raises ResourceExhausted.
         """
         for there in list(self._entries.values()):
             replaced = bool(entry.report.address) and there.place == entry.place
@@ -94,7 +92,10 @@ class EngineRegistry:
                     self._forget(there)
         if not shares.has_room(quota):
             raise ResourceExhausted(
-                f"{shares.held} engines of {shares.total} have reported, {shares.of.get(quota, 0)} of them by {quota or 'you'}",
+                (
+                    f"{shares.held} engines of {shares.total} have reported, "
+                    f"{shares.of.get(quota, 0)} of them by {quota or 'you'}"
+                ),
                 fix="let each engine have one agent; engines that stop reporting are forgotten",
                 retry_after=self.leases.report_s,
             )

@@ -32,8 +32,8 @@ def inside(root: Path, folder: str) -> Path:
     """The path of a folder within ``root``.
 
     Raises:
-        InvalidArgument: a component is not a valid name of a file in the store, the path leads through a symbolic link, or the folder would be
-            within a file or another export.
+        InvalidArgument: a component is not a valid name of a file in the store, the path leads through a symbolic link,
+            or the folder would be within a file or another export.
     """
     components = folder.split("/")
     if len(components) > _MOST_COMPONENTS:
@@ -69,15 +69,18 @@ def inside(root: Path, folder: str) -> Path:
 
 
 def own_name(model: str, number: int) -> str:
-    """Default name of the folder that a version is exported to. Exports of other models may not use it; see `check_own`."""
+    """Default name of the folder that a version is exported to.
+
+    Exports of other models may not use it; see `check_own`.
+    """
     return f"{model.replace('/', '--')}--{number}"
 
 
 def check_own(folder: str, model: str) -> None:
     """Raise InvalidArgument if ``folder`` is a default name for exports of another model.
 
-    A user who looks for that model's exports must not find this model's exports. The check uses only the name, so it does not reveal
-    whether the other model has exports.
+    A user who looks for that model's exports must not find this model's exports. The check uses only the name, so it
+    does not reveal whether the other model has exports.
     """
     name = _OWN_NAME.fullmatch(folder.partition("/")[0])
     if name is not None and name[1] != model.replace("/", "--"):
@@ -93,7 +96,9 @@ def overlap(folder: Path, others: Iterable[Path]) -> bool:
 
 
 def free_name(root: Path, name: str, taken: Collection[Path]) -> Path:
-    """A path in ``root`` that does not exist and does not overlap ``taken``: the name, with a number appended if necessary."""
+    """A path in ``root`` that does not exist and does not overlap ``taken``: the name, with a number appended if
+    necessary.
+    """
     suffixes = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
     candidates = (root / f"{name}{suffix}" for suffix in suffixes)
     return next(path for path in candidates if not overlap(path, taken) and not os.path.lexists(path))
@@ -101,7 +106,9 @@ def free_name(root: Path, name: str, taken: Collection[Path]) -> Path:
 
 @contextlib.contextmanager
 def partial_folder(root: Path, name: str) -> Iterator[Path]:
-    """Create a folder in ``root`` and lock it while the block runs. At the end, remove it unless the block has renamed it.
+    """Create a folder in ``root`` and lock it while the block runs.
+
+    At the end, remove it unless the block has renamed it.
 
     Raises:
         Unavailable: another service that is starting has locked the folder to remove it.
@@ -120,7 +127,10 @@ def partial_folder(root: Path, name: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Lock a folder against other processes, and yield whether that succeeded. The kernel releases the locks of a process that dies."""
+    """Lock a folder against other processes, and yield whether that succeeded.
+
+    The kernel releases the locks of a process that dies.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         try:

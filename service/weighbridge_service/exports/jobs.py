@@ -146,7 +146,8 @@ class Exports:
         Args:
             model: ``namespace/name``.
             version: a number or a ref; a ref is resolved now.
-            folder: path relative to the folder for exports; by default a new folder named after the model and the version.
+            folder: path relative to the folder for exports; by default a new folder named after the model and the
+                version.
             dtype: dtype to which floating-point tensors are cast, such as ``bf16``; None keeps their dtypes.
             max_shard_bytes: maximum size of a safetensors file, in bytes; None for the default.
             peer: the caller.
@@ -154,10 +155,11 @@ class Exports:
         Raises:
             NotFound: the model or version does not exist.
             FailedPrecondition: the version is not complete yet, or has failed.
-            InvalidArgument: the folder is not within the folder for exports, is within another export, or has a default name for exports of another
-                model; or a value is out of bounds.
+            InvalidArgument: the folder is not within the folder for exports, is within another export, or has a default
+                name for exports of another model; or a value is out of bounds.
             AlreadyExists: the folder exists already, or overlaps one that another export writes.
-            ResourceExhausted: too many exports are waiting, in total or for this host, or the system cannot start a thread.
+            ResourceExhausted: too many exports are waiting, in total or for this host, or the system cannot start a
+                thread.
             Unavailable: the service is shutting down.
         """
         if self._service.draining:
@@ -334,8 +336,8 @@ class Exports:
             unfinished.rename(target)
 
     def _sign(self, job: ExportJob, folder: Path) -> None:
-        """Write the manifest and the signatures of a version into the folder, if the version has signatures. Exports with a cast get
-        neither, because their files differ from the signed files.
+        """Write the manifest and the signatures of a version into the folder, if the version has signatures. Exports
+        with a cast get neither, because their files differ from the signed files.
         """
         _, signatures = self._service.signatures.of_version(job.model, str(job.number))
         if signatures:

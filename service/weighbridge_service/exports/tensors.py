@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 def tensors_of(
     opened: OpenedVersion,
 ) -> Callable[[Sequence[TensorSpec]], Iterable[tuple[str, torch.Tensor]]]:
-    """A function that yields whole tensors with their names, in the order of its argument. The tensors share the memory of the version's bytes."""
+    """A function that yields whole tensors with their names, in the order of its argument.
+
+    The tensors share the memory of the version's bytes.
+    """
     placements = {placement.shard.tensor: placement for placement in opened.files.layout.placements}
 
     def tensors(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -49,7 +52,10 @@ def _steps(wanted: Iterable[Placement]) -> Iterator[ReadStep]:
 
 
 def _tensor(spec: TensorSpec, data: Bytes) -> torch.Tensor:
-    """A tensor that shares the memory of ``data``. It is valid only while that memory is kept, and must not be written to."""
+    """A tensor that shares the memory of ``data``.
+
+    It is valid only while that memory is kept, and must not be written to.
+    """
     import torch
 
     if not spec.nbytes:

@@ -1,5 +1,5 @@
-"""Families of models that have a weight map, looked up by ``model_type``. Each family is one file. Other packages can add families by entry
-points.
+"""Families of models that have a weight map, looked up by ``model_type``. Each family is one file. Other packages can
+add families by entry points.
 
 May import: `weighbridge.errors`, and nothing from the service.
 
@@ -66,8 +66,8 @@ _BUILT_IN = {
     "llama4_text": "llama4:Llama4",
     "llama4": "llama4:Llama4",
 }
-"""Modules of this package and their classes, by ``model_type``. This is a table because entry points exist only if Weighbridge is
-installed.
+"""Modules of this package and their classes, by ``model_type``. This is a table because entry points exist only if
+Weighbridge is installed.
 """
 
 __all__ = ["GROUP", "Family", "Rule", "family_of", "has_weight_map", "model_types", "no_weight_map"]
@@ -81,7 +81,7 @@ def _registered() -> Mapping[str, metadata.EntryPoint]:
     }
     for entry in metadata.entry_points(group=GROUP):
         if entry.dist is not None and entry.dist.name == _DISTRIBUTION:
-            continue  # an installed release in addition to the running code, for example when running from a source tree
+            continue  # an installed release in addition to the running code, such as in a source tree
         there = found.setdefault(entry.name, entry)
         if there.value != entry.value:  # an editable installation may be listed twice
             raise FailedPrecondition(
@@ -123,7 +123,8 @@ def family_of(config: Mapping[str, Any]) -> type[Family]:
 
     Raises:
         InvalidArgument: no family exists for its model type. The error lists the model types with a family.
-        FailedPrecondition: the family cannot be imported or is not a `Family`, or two packages define a family for the model type.
+        FailedPrecondition: the family cannot be imported or is not a `Family`, or two packages define a family for the
+            model type.
     """
     model_type = config.get("model_type")
     entry = _registered().get(model_type) if isinstance(model_type, str) else None
@@ -133,13 +134,9 @@ def family_of(config: Mapping[str, Any]) -> type[Family]:
         found = entry.load()
     except Exception as error:
         raise FailedPrecondition(
-            f"the family for {model_type}, {entry.value}, cannot be imported: {type(error).__name__}: {error}"[
-                :500
-            ],
+            f"the family for {model_type}, {entry.value}, cannot be imported: {type(error).__name__}: {error}"[:500],
             fix="fix or uninstall the package that provides it",
         ) from error
     if not (isinstance(found, type) and issubclass(found, Family)):
-        raise FailedPrecondition(
-            f"the family for {model_type}, {entry.value}, is not a class derived from Family"
-        )
+        raise FailedPrecondition(f"the family for {model_type}, {entry.value}, is not a class derived from Family")
     return found

@@ -1,7 +1,7 @@
 """Rules of a typical decoder, for families that list their rules themselves.
 
-A rule applies if its Hugging Face tensors exist. So one list serves models with and without biases, norms of queries and keys, experts and shared
-experts.
+A rule applies if its Hugging Face tensors exist. So one list serves models with and without biases, norms of queries
+and keys, experts and shared experts.
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ class Decoder:
                 WHOLE,
                 by_heads=self.norm_of_all_heads,
             )
-        yield Rule(
-            f"{here}.self_attention.linear_qkv.layer_norm_weight", (f"{there}.input_layernorm.weight",), WHOLE
-        )
+        yield Rule(f"{here}.self_attention.linear_qkv.layer_norm_weight", (f"{there}.input_layernorm.weight",), WHOLE)
         yield Rule(f"{here}.pre_mlp_layernorm.weight", (f"{there}.post_attention_layernorm.weight",), WHOLE)
         yield from self._gated(f"{here}.mlp", mlp)
         for kind in ("weight", "bias"):
@@ -92,13 +90,13 @@ class Decoder:
     def stacked_experts(self) -> Iterator[Rule]:
         """Rules of the routed experts, if Hugging Face stacks those of a layer as ``[experts, inputs, outputs]``."""
         here, there = f"{self._here}.mlp.experts.experts.{{expert}}", f"{self._there}.{self.mlp}.experts"
-        yield Rule(
-            f"{here}.linear_fc1.weight", (f"{there}.gate_up_proj[{{expert}}]",), Transposed(), halves=True
-        )
+        yield Rule(f"{here}.linear_fc1.weight", (f"{there}.gate_up_proj[{{expert}}]",), Transposed(), halves=True)
         yield Rule(f"{here}.linear_fc2.weight", (f"{there}.down_proj[{{expert}}]",), Transposed())
 
     def parallel_plan(self) -> dict[str, str]:
-        """Tensor-parallel plan of attention and dense layers, in the form of transformers' plans, for models whose own plan omits them."""
+        """Tensor-parallel plan of attention and dense layers, in the form of transformers' plans, for models whose own
+        plan omits them.
+        """
         there = f"{self.theirs}layers.*"
         *gate_and_up, down = (f"{there}.{self.mlp}.{module}" for module in self.gated)
         rows = [f"{there}.self_attn.{p}_proj" for p in "qkv"] + gate_and_up

@@ -1,7 +1,9 @@
-"""DeepSeek-V3 and models with its architecture: multi-head latent attention, shared experts, layers for multi-token prediction.
+"""DeepSeek-V3 and models with its architecture: multi-head latent attention, shared experts, layers for multi-token
+prediction.
 
-DeepSeek-V3.2 also has an indexer in its attention, with Megatron-core's own names (``experimental_attention_variant="dsa"``). Its elements are not
-reordered: in each head of the indexer, rotated elements come first on both sides, in Megatron-core since the releases after 0.16.
+DeepSeek-V3.2 also has an indexer in its attention, with Megatron-core's own names
+(``experimental_attention_variant="dsa"``). Its elements are not reordered: in each head of the indexer, rotated
+elements come first on both sides, in Megatron-core since the releases after 0.16.
 """
 
 from __future__ import annotations
@@ -36,18 +38,18 @@ _INDEX_HEADS, _INDEX_HEAD_DIM = 64, 128
 
 
 class LayersForPrediction(MBridgeFamily):
-    """A family whose files contain layers for multi-token prediction after the decoder's layers. transformers omits them."""
+    """A family whose files contain layers for multi-token prediction after the decoder's layers. transformers omits
+    them.
+    """
 
     keep_in_fp32 = ("e_score_correction_bias",)
 
     @property
     def mtp_layers(self) -> int:
-        """Number of layers for multi-token prediction: 0 for a model with a value or reward head, even if its config contains the field."""
-        return (
-            0
-            if label_count(self.config) is not None
-            else int(self.config.get("num_nextn_predict_layers") or 0)
-        )
+        """Number of layers for multi-token prediction: 0 for a model with a value or reward head, even if its config
+        contains the field.
+        """
+        return 0 if label_count(self.config) is not None else int(self.config.get("num_nextn_predict_layers") or 0)
 
     def rules(self) -> Sequence[Rule]:
         """Rules from mbridge's tables, and the same rules for any number of layers for multi-token prediction."""

@@ -1,8 +1,9 @@
-"""ERNIE 4.5, the mixtures of experts for text: interleaved rotation, shared experts, a bias for the selection of experts.
+"""ERNIE 4.5, the mixtures of experts for text: interleaved rotation, shared experts, a bias for the selection of
+experts.
 
-Megatron-core's names are those of Megatron-Bridge. Attention needs no permutation: both sides rotate neighbouring elements (Megatron-core
-with ``rotary_interleaved``). Layers for multi-token prediction are not supported: names for them are not published, and transformers omits
-them, too.
+Megatron-core's names are those of Megatron-Bridge. Attention needs no permutation: both sides rotate neighbouring
+elements (Megatron-core with ``rotary_interleaved``). Layers for multi-token prediction are not supported: names for
+them are not published, and transformers omits them, too.
 """
 
 from __future__ import annotations

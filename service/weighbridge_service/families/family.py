@@ -1,12 +1,14 @@
 """Base class of families: the extension point for a model's tensors and rules.
 
-A family is a class in one file. Families of this package are in the table of `weighbridge_service.families`. Other installed packages add families
-by the entry point group ``weighbridge.families``, under the ``model_type`` of their configs::
+A family is a class in one file. Families of this package are in the table of `weighbridge_service.families`. Other
+installed packages add families by the entry point group ``weighbridge.families``, under the ``model_type`` of their
+configs::
 
     [project.entry-points."weighbridge.families"]
     my_model = "my_package.my_model:MyModel"
 
-A family must implement `Family.rules`; everything else has a default that fits most models. `llama4` is an example that uses only this interface.
+A family must implement `Family.rules`; everything else has a default that fits most models. `llama4` is an example that
+uses only this interface.
 """
 
 from __future__ import annotations
@@ -53,16 +55,20 @@ class Family:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
-        self.transformers_config: Any = transformers_config(
-            self.transformers_type or config["model_type"], config
-        )
+        self.transformers_config: Any = transformers_config(self.transformers_type or config["model_type"], config)
 
     def rules(self) -> Sequence[Rule]:
-        """Rules of all kinds of tensors that the family may have. A rule applies if all of its Hugging Face tensors exist."""
+        """Rules of all kinds of tensors that the family may have.
+
+        A rule applies if all of its Hugging Face tensors exist.
+        """
         raise NotImplementedError
 
     def hugging_face_shapes(self) -> dict[str, Shape]:
-        """Shapes of the model's tensors, by their names in files and in the order of the files. Tied tensors appear once."""
+        """Shapes of the model's tensors, by their names in files and in the order of the files.
+
+        Tied tensors appear once.
+        """
         if not self.experts_field or self.experts <= _FEW_EXPERTS:
             return shapes_of(self.model)
         return with_all_experts(shapes_of(self.model), shapes_of(self._model_with(3)), self.experts)
@@ -78,8 +84,8 @@ class Family:
         """
         plan = parallel_plan_of(self.model)
         if self.text_config is not self.transformers_config:
-            # only transformers 5 includes the output layer of multimodal models in its plan; drop it, so that slices do not depend on the
-            # release
+            # only transformers 5 includes the output layer of multimodal models in its plan; drop it, so that slices do
+            # not depend on the release
             plan = {module: style for module, style in plan.items() if not module.endswith("lm_head")}
         return plan
 
@@ -105,7 +111,9 @@ class Family:
 
     @cached_property
     def model(self) -> Any:
-        """transformers' model without memory for its weights; with only two experts if it has more than `_FEW_EXPERTS`."""
+        """transformers' model without memory for its weights; with only two experts if it has more than
+        `_FEW_EXPERTS`.
+        """
         many = self.experts_field and self.experts > _FEW_EXPERTS
         return self._model_with(2) if many else meta_model(self.transformers_config, self.config)
 
@@ -115,7 +123,10 @@ class Family:
         return meta_model(config, self.config)
 
     def all_rules(self) -> list[Rule]:
-        """The family's rules. If the model has a value or reward head, the rules of the head replace those of the output layer."""
+        """The family's rules.
+
+        If the model has a value or reward head, the rules of the head replace those of the output layer.
+        """
         rules = list(self.rules())
         if label_count(self.config) is not None:
             rules = [rule for rule in rules if not rule.megatron.endswith("output_layer.weight")]
@@ -136,7 +147,8 @@ def mtp_rules(
     Args:
         rules: rules of the decoder's layers.
         hugging_face_layer: Hugging Face's prefix of the layers, such as ``model.layers.{layer+61}``.
-        own: Hugging Face's names of the layers' own tensors, by Megatron-core's names, which are relative to ``mtp.layers.{layer}.``.
+        own: Hugging Face's names of the layers' own tensors, by Megatron-core's names, which are relative to
+            ``mtp.layers.{layer}.``.
     """
     found = [
         Rule(f"mtp.layers.{{layer}}.{ours}", (f"{hugging_face_layer}.{theirs}",), WHOLE, part=MTP)
@@ -147,9 +159,7 @@ def mtp_rules(
         dataclasses.replace(
             rule,
             megatron=rule.megatron.replace(decoder, "mtp.layers.{layer}.transformer_layer."),
-            hugging_face=tuple(
-                name.replace(decoder_there, f"{hugging_face_layer}.") for name in rule.hugging_face
-            ),
+            hugging_face=tuple(name.replace(decoder_there, f"{hugging_face_layer}.") for name in rule.hugging_face),
             part=MTP,
         )
         for rule in rules

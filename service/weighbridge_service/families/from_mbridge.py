@@ -28,7 +28,9 @@ class MBridgeFamily(Family):
     mbridge_type: ClassVar[str] = ""
     """Model type of the family in mbridge, if it differs from the config's."""
     further_names: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Tensors of a decoder layer that mbridge's tables omit, such as biases: maps Megatron-core's names to Hugging Face's, as in rules."""
+    """Tensors of a decoder layer that mbridge's tables omit, such as biases: maps Megatron-core's names to Hugging
+    Face's, as in rules.
+    """
 
     def rules(self) -> Sequence[Rule]:
         """Rules from mbridge's tables."""
@@ -49,16 +51,14 @@ class MBridgeFamily(Family):
             name = name.replace("{layer_number}", "{layer}")
             sample = name.replace("{layer}", "0")
             if "{expert_id}" in targets[0]:
-                # mbridge's names end with the expert's number; in names of distributed checkpoints it precedes the module
+                # mbridge's names end with the expert's number; in names of distributed checkpoints it precedes the
+                # module
                 sample += ("" if sample.endswith("weight") else ".weight") + "0"
-                name = (
-                    name.removesuffix(".weight").replace("experts.", "experts.experts.{expert}.") + ".weight"
-                )
+                name = name.removesuffix(".weight").replace("experts.", "experts.experts.{expert}.") + ".weight"
             elif not name.endswith(("weight", "bias")):  # mbridge searches names for the keys of its tables
                 name, sample = f"{name}.weight", f"{sample}.weight"
             hugging_face = tuple(
-                target.replace("{layer_number}", "{layer}").replace("{expert_id}", "{expert}")
-                for target in targets
+                target.replace("{layer_number}", "{layer}").replace("{expert_id}", "{expert}") for target in targets
             )
             halves = ".linear_fc1." in name and len(hugging_face) == 2
             yield Rule(name, hugging_face, _MBridgeConversion(bridge, sample), halves=halves)
@@ -101,7 +101,8 @@ def _offline_bridge(config: Any, model_type: str, further_names: Mapping[str, tu
     if getattr(text, "head_dim", None) is None:
         text.head_dim = text.hidden_size // text.num_attention_heads
     for name, value in text.to_dict().items():
-        # mbridge reads fields of the language model from configs of multimodal models, which only transformers 4 supports
+        # mbridge reads fields of the language model from configs of multimodal models, which only transformers 4
+        # supports
         if not hasattr(config, name):
             setattr(config, name, value)
 

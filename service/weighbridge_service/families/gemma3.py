@@ -48,6 +48,4 @@ class Gemma3Text(MBridgeFamily):
 
 def _with_output_layer(rules: Sequence[Rule]) -> list[Rule]:
     name = ("language_model.lm_head.weight",)
-    return [
-        dataclasses.replace(rule, hugging_face=name) if rule.megatron == _OUTPUT else rule for rule in rules
-    ]
+    return [dataclasses.replace(rule, hugging_face=name) if rule.megatron == _OUTPUT else rule for rule in rules]

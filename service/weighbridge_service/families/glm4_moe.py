@@ -1,6 +1,8 @@
-"""GLM-4.5 and 4.6: mixtures of experts with dense first layers and layers for multi-token prediction; and GLM-4.5V, which has a vision tower.
+"""GLM-4.5 and 4.6: mixtures of experts with dense first layers and layers for multi-token prediction; and GLM-4.5V,
+which has a vision tower.
 
-Megatron-core's names of GLM-4.5V are those of Megatron-Bridge's model (``GLM45VModel``), whose vision tower is transformers'.
+Megatron-core's names of GLM-4.5V are those of Megatron-Bridge's model (``GLM45VModel``), whose vision tower is
+transformers'.
 """
 
 from __future__ import annotations

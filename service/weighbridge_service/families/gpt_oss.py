@@ -1,8 +1,8 @@
 """gpt-oss: mixtures of experts with biases everywhere, and an offset of the softmax in each attention head.
 
-Names are Megatron-core's own (``softmax_type="learnable"``, ``add_bias_linear``). Hugging Face stacks the experts of a layer as ``[experts,
-inputs, outputs]``, with alternating outputs of gate and up; Megatron-core stores all rows of the gate before those of up. The family
-supports the bf16 form. The published MXFP4 weights can be dequantised to it.
+Names are Megatron-core's own (``softmax_type="learnable"``, ``add_bias_linear``). Hugging Face stacks the experts of a
+layer as ``[experts, inputs, outputs]``, with alternating outputs of gate and up; Megatron-core stores all rows of the
+gate before those of up. The family supports the bf16 form. The published MXFP4 weights can be dequantised to it.
 """
 
 from __future__ import annotations

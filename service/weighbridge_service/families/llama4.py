@@ -1,7 +1,8 @@
 """Llama 4, which mbridge does not support: an example of a family that lists its rules itself.
 
-Hugging Face stacks the experts of a layer in one tensor, with transposed matrices. Attention needs no permutation: both sides rotate neighbouring
-elements (Megatron-core with ``rotary_interleaved``). A trainer of the multimodal model uses transformers' vision tower.
+Hugging Face stacks the experts of a layer in one tensor, with transposed matrices. Attention needs no permutation: both
+sides rotate neighbouring elements (Megatron-core with ``rotary_interleaved``). A trainer of the multimodal model uses
+transformers' vision tower.
 """
 
 from __future__ import annotations

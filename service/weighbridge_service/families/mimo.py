@@ -29,11 +29,10 @@ class Mimo(MBridgeFamily):
         """Rules from mbridge's tables, and the same rules for any number of layers for multi-token prediction."""
         found = list(super().rules())
         mtp = mtp_rules(found, _LAYER, _OWN)
-        # Megatron-core concatenates the embedding and the hidden state in this order, MiMo in the opposite order (mbridge ignores this)
+        # Megatron-core concatenates the embedding and the hidden state in this order, MiMo in the opposite order
+        # (mbridge ignores this)
         mtp = [
-            dataclasses.replace(rule, conversion=Swapped(axis=1))
-            if rule.megatron.endswith("eh_proj.weight")
-            else rule
+            dataclasses.replace(rule, conversion=Swapped(axis=1)) if rule.megatron.endswith("eh_proj.weight") else rule
             for rule in mtp
         ]
         return [*found, *mtp]

@@ -1,8 +1,9 @@
-"""MiniMax-M2: mixtures of experts with norms over all heads of queries, and of keys, and a bias for the selection of experts.
+"""MiniMax-M2: mixtures of experts with norms over all heads of queries, and of keys, and a bias for the selection of
+experts.
 
-Megatron-core's names are those of Megatron-Bridge, whose layer spec splits these norms by tensor parallelism. The shapes are those of a
-Mixtral with the norms and the bias, because only transformers 5 supports the model type. Layers for multi-token prediction are not
-supported: neither such layers nor names for them are published.
+Megatron-core's names are those of Megatron-Bridge, whose layer spec splits these norms by tensor parallelism. The
+shapes are those of a Mixtral with the norms and the bias, because only transformers 5 supports the model type. Layers
+for multi-token prediction are not supported: neither such layers nor names for them are published.
 """
 
 from __future__ import annotations

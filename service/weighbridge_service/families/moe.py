@@ -56,7 +56,9 @@ def routers_first(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 def with_num_experts(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields of a language model's config with ``num_experts``, for which transformers 5 writes ``num_local_experts``."""
+    """The fields of a language model's config with ``num_experts``, for which transformers 5 writes
+    ``num_local_experts``.
+    """
     if "num_experts" in fields or "num_local_experts" not in fields:
         return fields
     return {**fields, "num_experts": fields["num_local_experts"]}

@@ -1,9 +1,9 @@
 """Nemotron-H and Nemotron 3: layers of a state space model, of attention, of an MLP and of experts, each after a norm.
 
-Megatron-core's names are those of its `MambaModel`; tensors are converted as in Megatron-Bridge. The input projection of a state space
-model, and its convolution, have sections that Megatron-core declares separately: gate, input, B, C and time steps. Only transformers 5
-supports the model type, so the shapes are computed here, with the defaults of its config. Layers for multi-token prediction are not
-supported.
+Megatron-core's names are those of its `MambaModel`; tensors are converted as in Megatron-Bridge. The input projection
+of a state space model, and its convolution, have sections that Megatron-core declares separately: gate, input, B, C and
+time steps. Only transformers 5 supports the model type, so the shapes are computed here, with the defaults of its
+config. Layers for multi-token prediction are not supported.
 """
 
 from __future__ import annotations
@@ -90,23 +90,21 @@ class NemotronH(Family):
         }
         for layer, kind in enumerate(self.layers):
             found[f"backbone.layers.{layer}.norm.weight"] = (hidden,)
-            found |= {
-                f"backbone.layers.{layer}.mixer.{name}": shape for name, shape in makers[kind]().items()
-            }
+            found |= {f"backbone.layers.{layer}.mixer.{name}": shape for name, shape in makers[kind]().items()}
         found["backbone.norm_f.weight"] = (hidden,)
         found["lm_head.weight"] = (self.vocab_size, hidden)
         return found
 
     def rules(self) -> Sequence[Rule]:
-        """Rules of all kinds of tensors, and one rule for the norm of each layer, whose name depends on the kind of the layer."""
+        """Rules of all kinds of tensors, and one rule for the norm of each layer, whose name depends on the kind of the
+        layer.
+        """
         return [
             Rule("embedding.word_embeddings.weight", ("backbone.embeddings.weight",), WHOLE, vocabulary=True),
             Rule("decoder.final_norm.weight", ("backbone.norm_f.weight",), WHOLE),
             Rule("output_layer.weight", ("lm_head.weight",), WHOLE, vocabulary=True),
             *(
-                Rule(
-                    f"decoder.layers.{layer}.{_NORMS[kind]}", (f"backbone.layers.{layer}.norm.weight",), WHOLE
-                )
+                Rule(f"decoder.layers.{layer}.{_NORMS[kind]}", (f"backbone.layers.{layer}.norm.weight",), WHOLE)
                 for layer, kind in enumerate(self.layers)
             ),
             *self._mamba(),
@@ -201,7 +199,10 @@ def _mlp(prefix: str, hidden: int, inner: int) -> dict[str, Shape]:
 
 
 def _kinds_of_layers(config: Mapping[str, Any]) -> str:
-    """The letter of each layer's kind, from fields of published configs or of transformers 5. Raises InvalidArgument."""
+    """The letter of each layer's kind, from fields of published configs or of transformers 5.
+
+    Raises InvalidArgument.
+    """
     pattern, listed = config.get("hybrid_override_pattern"), config.get("layers_block_type")
     letters = pattern
     if isinstance(listed, list):

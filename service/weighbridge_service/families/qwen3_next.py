@@ -1,8 +1,10 @@
-"""Qwen3-Next: layers with gated delta nets and layers with gated attention, each with routed experts and a shared expert.
+"""Qwen3-Next: layers with gated delta nets and layers with gated attention, each with routed experts and a shared
+expert.
 
-Names are Megatron-core's own (``experimental_attention_variant="gated_delta_net"``, ``attention_output_gate``); tensors are converted as in
-Megatron-Bridge. Norms are stored as offsets from one on both sides, except for the norm in a gated delta net, which Hugging Face stores
-without the offset. Published files contain a layer for multi-token prediction, which transformers omits.
+Names are Megatron-core's own (``experimental_attention_variant="gated_delta_net"``, ``attention_output_gate``); tensors
+are converted as in Megatron-Bridge. Norms are stored as offsets from one on both sides, except for the norm in a gated
+delta net, which Hugging Face stores without the offset. Published files contain a layer for multi-token prediction,
+which transformers omits.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ _PREDICTED = "num_nextn_predict_layers"
 class DeltaNetProjections:
     """Input projections of a gated delta net: query, key, value, gate, beta and alpha.
 
-    Megatron-core concatenates them, each with all heads. Hugging Face stores the first four in one tensor and the others in another, both
-    grouped by key head.
+    Megatron-core concatenates them, each with all heads. Hugging Face stores the first four in one tensor and the
+    others in another, both grouped by key head.
 
     Attributes:
         heads: number of key heads.
@@ -103,14 +105,19 @@ class Qwen3Next(Family):
         return shapes | own | {name.replace(layer, "mtp.layers.0."): s for name, s in of_layer.items()}
 
     def rules(self) -> Sequence[Rule]:
-        """Rules of a decoder with experts. Rules of the norms before gated delta nets come first, as these have other names than norms before attention."""
+        """Rules of a decoder with experts.
+
+        Rules of the norms before gated delta nets come first, as these have other names than norms before attention.
+        """
         decoder = [*self._decoder.rules(), *self._decoder.experts(), self._shared_gate]
         predicting = mtp_rules(decoder, "mtp.layers.{layer}", {})
         own = [Rule(f"mtp.layers.0.{ours}", (theirs,), WHOLE, part=MTP) for ours, theirs in _OWN.items()]
         return [*self._norms(), *self._delta_net(), *decoder, *own, *predicting]
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """transformers' plan plus gated delta nets, which engines split by heads, and the layer for multi-token prediction."""
+        """transformers' plan plus gated delta nets, which engines split by heads, and the layer for multi-token
+        prediction.
+        """
         there = "model.layers.*.linear_attn"
         rows = (there, *(f"{there}.{module}" for module in ("in_proj_qkvz", "in_proj_ba", "conv1d")))
         predicting = dataclasses.replace(self._decoder, theirs="mtp.").parallel_plan()

@@ -1,7 +1,9 @@
-"""Qwen3-VL, dense and as a mixture of experts: a language model and a vision tower, both built from Megatron-core's layers.
+"""Qwen3-VL, dense and as a mixture of experts: a language model and a vision tower, both built from Megatron-core's
+layers.
 
-Megatron-core's names are those of the models of Megatron-Bridge and mbridge (``Qwen3VLModel``). The tower has one tensor for query, key and value on
-both sides, whose rows Megatron-core orders by head. Mergers of its deeper layers are stacked like layers.
+Megatron-core's names are those of the models of Megatron-Bridge and mbridge (``Qwen3VLModel``). The tower has one
+tensor for query, key and value on both sides, whose rows Megatron-core orders by head. Mergers of its deeper layers are
+stacked like layers.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Qwen3VL(Family):
         return [*self._decoder.rules(), *self._tower()]
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """transformers' plan plus the usual plan of the decoder, because transformers does not define one for dense models."""
+        """transformers' plan plus the usual plan of the decoder, because transformers does not define one for dense
+        models.
+        """
         return {**super().parallel_plan(), **self._decoder.parallel_plan()}
 
     @property
@@ -52,9 +56,7 @@ class Qwen3VL(Family):
         heads = int(self.transformers_config.vision_config.num_heads)
         for kind in _KINDS:
             attention, mlp = f"{_BLOCK}.self_attention", f"{_BLOCK}.mlp"
-            yield Rule(
-                f"{attention}.linear_qkv.{kind}", (f"{_BLOCK_THERE}.attn.qkv.{kind}",), MergedQKV(heads)
-            )
+            yield Rule(f"{attention}.linear_qkv.{kind}", (f"{_BLOCK_THERE}.attn.qkv.{kind}",), MergedQKV(heads))
             for ours, theirs in {
                 f"{attention}.linear_proj.{kind}": f"attn.proj.{kind}",
                 f"{attention}.linear_qkv.layer_norm_{kind}": f"norm1.{kind}",
@@ -70,7 +72,10 @@ class Qwen3VL(Family):
 
 
 class Qwen3VLMoe(Qwen3VL):
-    """Qwen3-VL as a mixture of experts. Hugging Face stacks the experts of a layer in one tensor, with transposed matrices."""
+    """Qwen3-VL as a mixture of experts.
+
+    Hugging Face stacks the experts of a layer in one tensor, with transposed matrices.
+    """
 
     experts_field = "num_experts"
 
@@ -78,7 +83,9 @@ class Qwen3VLMoe(Qwen3VL):
         super().__init__({**config, "text_config": with_num_experts(config.get("text_config") or {})})
 
     def hugging_face_shapes(self) -> dict[str, Shape]:
-        """Shapes of published files, whose experts are ``[experts, inputs, outputs]``; transformers 5 transposes them."""
+        """Shapes of published files, whose experts are ``[experts, inputs, outputs]``; transformers 5 transposes
+        them.
+        """
         hidden, inner = self.text_config.hidden_size, self.text_config.moe_intermediate_size
         axes = {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden)}
         return {

@@ -16,9 +16,9 @@ Shape = tuple[int, ...]
 class Rearrangement(Protocol):
     """Conversion of one whole Megatron-core tensor to Hugging Face tensors.
 
-    A conversion never runs on weights. It runs once on shapes, and a few times on tensors of element numbers, which show the place of each
-    element. It may only move elements; if it scales, shifts or mixes them, it is detected and rejected. To add a constant, use the rule's
-    `shift`.
+    A conversion never runs on weights. It runs once on shapes, and a few times on tensors of element numbers, which
+    show the place of each element. It may only move elements; if it scales, shifts or mixes them, it is detected and
+    rejected. To add a constant, use the rule's `shift`.
     """
 
     def megatron_shape(self, shapes: Sequence[Shape]) -> Shape:
@@ -30,7 +30,8 @@ class Rearrangement(Protocol):
 
 @dataclass(frozen=True)
 class Section:
-    """Rows of a Megatron-core tensor that are a separate tensor in distributed checkpoints, such as ``z`` of ``in_proj.weight.z``.
+    """Rows of a Megatron-core tensor that are a separate tensor in distributed checkpoints, such as ``z`` of
+    ``in_proj.weight.z``.
 
     Attributes:
         name: suffix that is appended to the name of the whole tensor.
@@ -48,27 +49,28 @@ class Rule:
     In names, ``{layer}`` and ``{expert}`` are placeholders for numbers; ``{layer+61}`` is a number with an offset.
 
     Attributes:
-        megatron: Megatron-core's name in distributed checkpoints with a key for each layer and expert, by the Transformer Engine layer spec:
-            ``decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.weight``.
-        hugging_face: names of the tensors that it is converted to. ``name[{expert}]`` is one index of the first axis of a stacked tensor.
+        megatron: Megatron-core's name in distributed checkpoints with a key for each layer and expert, by the
+            Transformer Engine layer spec: ``decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.weight``.
+        hugging_face: names of the tensors that it is converted to. ``name[{expert}]`` is one index of the first axis of
+            a stacked tensor.
         conversion: the conversion.
-        copies: names of further tensors with the same elements as the first tensor. They are written on the way to Hugging Face, and not
-            read on the way back.
+        copies: names of further tensors with the same elements as the first tensor. They are written on the way to
+            Hugging Face, and not read on the way back.
         part_of_copies: optional part that the copies belong to.
         vocabulary: whether the first axis is the vocabulary, which trainers may pad.
-        halves: whether the Megatron-core tensor is a concatenation of two halves (all gate rows, then all up rows), each of which tensor
-            parallelism splits separately.
-        sections: sections of rows that Megatron-core declares separately and tensor parallelism splits separately. Together they contain
-            all rows of the tensor. Empty if Megatron-core declares the tensor as a whole.
-        by_heads: whether the first axis has the same number of elements for each head, and tensor parallelism splits it although it does not
-            split tensors of that name in other models, such as a norm over all heads together.
-        every: number of kinds of elements, such as gate and up, that alternate along the last axis of Hugging Face's tensors. The conversion
-            sees that axis as two axes, the latter of this length.
-        shift: constant that is added to each element on the way to Hugging Face, and subtracted on the way back, such as one for a norm that
-            Megatron-core stores as an offset from one. Must be a finite float32; the tensors must be floating-point with at least 16 bits,
-            and must not be the vocabulary.
-        part: name of an optional part of the model, such as ``mtp``, that a checkpoint contains completely or not at all; empty if the
-            tensor belongs to every checkpoint.
+        halves: whether the Megatron-core tensor is a concatenation of two halves (all gate rows, then all up rows),
+            each of which tensor parallelism splits separately.
+        sections: sections of rows that Megatron-core declares separately and tensor parallelism splits separately.
+            Together they contain all rows of the tensor. Empty if Megatron-core declares the tensor as a whole.
+        by_heads: whether the first axis has the same number of elements for each head, and tensor parallelism splits it
+            although it does not split tensors of that name in other models, such as a norm over all heads together.
+        every: number of kinds of elements, such as gate and up, that alternate along the last axis of Hugging Face's
+            tensors. The conversion sees that axis as two axes, the latter of this length.
+        shift: constant that is added to each element on the way to Hugging Face, and subtracted on the way back, such
+            as one for a norm that Megatron-core stores as an offset from one. Must be a finite float32; the tensors
+            must be floating-point with at least 16 bits, and must not be the vocabulary.
+        part: name of an optional part of the model, such as ``mtp``, that a checkpoint contains completely or not at
+            all; empty if the tensor belongs to every checkpoint.
     """
 
     megatron: str
@@ -175,7 +177,8 @@ class OneRow:
 
 @dataclass(frozen=True)
 class Alternating:
-    """Two concatenated halves whose rows alternate along Hugging Face's last axis, with the other axes in reverse order.
+    """Two concatenated halves whose rows alternate along Hugging Face's last axis, with the other axes in reverse
+    order.
 
     For rules with ``every=2``.
     """
@@ -198,8 +201,9 @@ class GroupedQKV:
     Attributes:
         heads: number of attention heads.
         kv_heads: number of key-value heads.
-        gated: whether the query projection also computes a gate for each head. Hugging Face stores the gate's rows after those of the
-            head's query, Megatron-core after those of all queries of the key-value head (``attention_output_gate``).
+        gated: whether the query projection also computes a gate for each head. Hugging Face stores the gate's rows
+            after those of the head's query, Megatron-core after those of all queries of the key-value head
+            (``attention_output_gate``).
     """
 
     heads: int
@@ -224,7 +228,9 @@ class GroupedQKV:
 
 @dataclass(frozen=True)
 class MergedQKV:
-    """One projection of query, key and value, with the same number of heads each, on both sides. Megatron-core interleaves them by head.
+    """One projection of query, key and value, with the same number of heads each, on both sides.
+
+    Megatron-core interleaves them by head.
 
     Attributes:
         heads: number of attention heads.

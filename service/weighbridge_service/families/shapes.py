@@ -1,7 +1,7 @@
 """Shapes of the tensors of transformers' model for a config. The model is created without memory for weights.
 
-transformers 5 stacks the experts of a layer and renames some modules, but only in memory: its files use the names of transformers 4. So
-this module uses the names and the order of files with either release.
+transformers 5 stacks the experts of a layer and renames some modules, but only in memory: its files use the names of
+transformers 4. So this module uses the names and the order of files with either release.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ _LARGEST = {
 }
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _MOST_EXPERTS_IN_ALL = 50_000
-"""Maximum number of experts in all layers. The largest known model has 23,000, and each expert has three tensors or more."""
+"""Maximum number of experts in all layers.
+
+The largest known model has 23,000, and each expert has three tensors or more.
+"""
 _MAY_BE_ZERO = ("num_nextn_predict_layers", "n_shared_experts", "moe_num_shared_experts")
 _FURTHER_FIELDS = ("head_dim", "tie_word_embeddings", "vision_use_head", "full_attention_interval")
 """Fields that determine tensors and that transformers reads although they are not parameters of its config classes."""
@@ -63,7 +66,10 @@ _ORDER = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Order of an expert's projections in files."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _STYLES = {"colwise_gather_output": "colwise", "packed_colwise": "colwise"}
-"""Styles of transformers 5 that split weights like an older style. They differ in the handling of activations, or in stacked projections."""
+"""Styles of transformers 5 that split weights like an older style.
+
+They differ in the handling of activations, or in stacked projections.
+"""
 _SIZES = ("_dim", "_size", "_rank", "_heads", "_layers", "_experts", "_groups")
 _MOST_LABELS = 1 << 16
 _HEADS = ("ForTokenClassification", "ForSequenceClassification")
@@ -73,14 +79,14 @@ _HEADS = ("ForTokenClassification", "ForSequenceClassification")
 def transformers_config(model_type: str, config: Mapping[str, Any], *, any_parts: bool = False) -> Any:
     """A transformers config with only the fields of its class.
 
-    Other fields name code to execute (``auto_map``, ``attn_implementation``), replace methods, or make transformers allocate memory. None of them
-    affects the weights.
+    Other fields name code to execute (``auto_map``, ``attn_implementation``), replace methods, or make transformers
+    allocate memory. None of them affects the weights.
 
     Args:
         model_type: model type of the config class.
         config: content of ``config.json``.
-        any_parts: whether nested configs get the types that they name, if the config class accepts any type. By default they get the
-            default types of the config class.
+        any_parts: whether nested configs get the types that they name, if the config class accepts any type. By default
+            they get the default types of the config class.
 
     Raises:
         InvalidArgument: a field is out of range. The error names it.
@@ -168,7 +174,9 @@ def label_count(config: Mapping[str, Any]) -> int | None:
 
 
 def meta_model(transformers_config: Any, config: Mapping[str, Any]) -> Any:
-    """Create the model without memory for its weights. It gets the head that ``architectures`` names, or else the head that generates text.
+    """Create the model without memory for its weights.
+
+    It gets the head that ``architectures`` names, or else the head that generates text.
 
     Raises:
         InvalidArgument: the number of labels is out of range.
@@ -204,7 +212,9 @@ def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _expert(name: str) -> tuple[str, int, int]:
-    """Sort key of an expert's tensor: the module of the experts, the expert's number, and the order of its projections; empty for other tensors."""
+    """Sort key of an expert's tensor: the module of the experts, the expert's number, and the order of its projections;
+    empty for other tensors.
+    """
     found = _OF_EXPERT.match(name)
     if found is None or found[3] not in _ORDER:
         return "", 0, 0
@@ -212,11 +222,12 @@ def _expert(name: str) -> tuple[str, int, int]:
 
 
 def parallel_plan_of(model: Any) -> dict[str, str]:
-    """transformers' tensor-parallel plan of a model: names of modules in files, with ``*`` for numbers, to ``colwise``, ``rowwise`` and others."""
+    """transformers' tensor-parallel plan of a model: names of modules in files, with ``*`` for numbers, to ``colwise``,
+    ``rowwise`` and others.
+    """
     plan = {**model.tp_plan, **(type(model)._tp_plan or {})}
     patterns = [
-        (re.compile(re.escape(module).replace(r"\*", r"\d+")), style)
-        for module, style in reversed(plan.items())
+        (re.compile(re.escape(module).replace(r"\*", r"\d+")), style) for module, style in reversed(plan.items())
     ]
 
     def style_of(name: str) -> str | None:
@@ -237,7 +248,10 @@ def _module_kind(name: str) -> str:
 
 
 def file_names(model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Names and shapes in files of each tensor of a model, by its name in memory. Only the first of several tied tensors is included."""
+    """Names and shapes in files of each tensor of a model, by its name in memory.
+
+    Only the first of several tied tensors is included.
+    """
     seen: set[int] = set()
     tensors = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -264,7 +278,9 @@ def file_names(model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
 
 
 def names_on_disk(model: Any) -> Callable[[str], str]:
-    """A function from names in a model to names in files. transformers renames tensors of some models when it loads and saves them."""
+    """A function from names in a model to names in files. transformers renames tensors of some models when it loads and
+    saves them.
+    """
     renamed = [
         (re.compile(re.sub(r"\(.*\)", "", new.lstrip("^"))), re.sub(r"\(.*\)", "", old.lstrip("^")))
         for old, new in (getattr(model, "_checkpoint_conversion_mapping", None) or {}).items()
@@ -285,8 +301,8 @@ def with_all_experts(
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of a model with many experts, from the shapes of the same model with two and with three experts.
 
-    Creating thousands of modules takes transformers half a minute. The difference between two and three experts shows the sizes that depend on
-    their number.
+    Creating thousands of modules takes transformers half a minute. The difference between two and three experts shows
+    the sizes that depend on their number.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     waiting: list[tuple[str, tuple[int, ...]]] = []
@@ -296,9 +312,7 @@ def with_all_experts(
             shapes |= _of_all(waiting, experts)
             waiting = []
         if found is None:
-            shapes[name] = tuple(
-                experts if (a, b) == (2, 3) else a for a, b in zip(shape, three[name], strict=True)
-            )
+            shapes[name] = tuple(experts if (a, b) == (2, 3) else a for a, b in zip(shape, three[name], strict=True))
         elif found[1] == "0":
             waiting.append((name, shape))
     return shapes | dict(_of_all(waiting, experts))

@@ -23,7 +23,8 @@ _FILLS = {
 class Unfilled(TorchFunctionMode):
     """Context manager that skips random initialisation in this thread.
 
-    For tensors of the meta device, torch would still trace each initialisation, which takes longer than creating the model.
+    For tensors of the meta device, torch would still trace each initialisation, which takes longer than creating the
+    model.
     """
 
     def __torch_function__(

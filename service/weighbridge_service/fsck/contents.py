@@ -63,9 +63,7 @@ def compare_contents(
         yield ComparedVersion(number, found.bytes_checked, found.problems)
 
 
-def _verified(
-    store: ObjectStore, model: ModelName, number: int, on_progress: Callable[[int], None]
-) -> Verification:
+def _verified(store: ObjectStore, model: ModelName, number: int, on_progress: Callable[[int], None]) -> Verification:
     try:
         return verify_version(store, model, number, on_progress=on_progress)
     except Unavailable:

@@ -1,7 +1,10 @@
-"""Diagnosis of one model: findings, and the repaired head. The functions are pure; the diagnosis depends only on a survey.
+"""Diagnosis of one model: findings, and the repaired head.
 
-A version is **whole** if it has a manifest and if all files in the manifest exist with the right sizes. If the head or a part of its
-history is lost, it is rebuilt from whole versions. Only refs, retention, and the record of recently deleted versions cannot be rebuilt.
+The functions are pure; the diagnosis depends only on a survey.
+
+A version is **whole** if it has a manifest and if all files in the manifest exist with the right sizes. If the head or
+a part of its history is lost, it is rebuilt from whole versions. Only refs, retention, and the record of recently
+deleted versions cannot be rebuilt.
 """
 
 from __future__ import annotations
@@ -18,12 +21,12 @@ from weighbridge_storage.documents.names import BLOCKS_SUFFIX, MAX_VERSION
 from weighbridge_storage.head.head import Head
 
 UNKNOWN_NUMBERS = 1000
-"""Number of version numbers that are skipped if the head was lost or is older than the store. Failed versions do not leave a trace, and
-their numbers must not be reused.
+"""Number of version numbers that are skipped if the head was lost or is older than the store. Failed versions do not
+leave a trace, and their numbers must not be reused.
 """
 FARTHEST = 1_000_000
-"""Maximum distance of a used number above all known used numbers. Objects under a higher number were not written by Weighbridge, and must
-not make a model run out of numbers.
+"""Maximum distance of a used number above all known used numbers. Objects under a higher number were not written by
+Weighbridge, and must not make a model run out of numbers.
 """
 _MOST_TOLD = 5
 """Maximum number of problems in a finding about one version, because a manifest can list any number of files."""
@@ -108,10 +111,7 @@ def diagnose(survey: Survey, now_ms: int) -> Diagnosis:
             for number, folder in survey.versions.items()
             for finding in _findings_of_version(numbers, number, folder, number in adopted)
         ),
-        *(
-            Finding(f"{name}, which is registered, is missing", Mend.FILES, name=name)
-            for name in survey.lost_files
-        ),
+        *(Finding(f"{name}, which is registered, is missing", Mend.FILES, name=name) for name in survey.lost_files),
     ]
     if any(numbers.is_strange(number) for number in survey.versions):
         # a head written by this release would record these versions as deleted
@@ -141,9 +141,7 @@ def repaired_head(
         now_ms: time of their retirement, in milliseconds since 1970 UTC.
     """
     changed = {number: entry_of(number) for number in (*diagnosis.adopted, *diagnosis.corrected)}
-    changed |= {
-        number: replace(changed.get(number, survey.entries[number]), retired_ms=now_ms) for number in dropped
-    }
+    changed |= {number: replace(changed.get(number, survey.entries[number]), retired_ms=now_ms) for number in dropped}
     entries = {**survey.entries, **changed}
     durable = {number: entry for number, entry in entries.items() if not entry.retired}
     after = replace(
@@ -191,8 +189,9 @@ class _Numbers:
 
     Args:
         survey: survey of the model.
-        believed: whether an assigned number without an entry in the head is a failed or deleted version. False if manifests contradict the
-            head, or a part of its history is lost, because a damaged reference to a node may also have a wrong range of numbers.
+        believed: whether an assigned number without an entry in the head is a failed or deleted version. False if
+            manifests contradict the head, or a part of its history is lost, because a damaged reference to a node may
+            also have a wrong range of numbers.
     """
 
     def __init__(self, survey: Survey, *, believed: bool) -> None:
@@ -205,21 +204,15 @@ class _Numbers:
         if number in self.survey.entries or not self.survey.versions[number].whole:
             return False
         there = None if self.survey.head is None else self.survey.head.open.get(number)
-        if (
-            there is not None
-        ):  # the manifest is written last, so the version is complete; once its lease has expired, its writer has died before publishing it
+        if there is not None:
+            # the manifest is written last: the version is complete, and its writer has died before publishing it
             return there.until_ms < now_ms
         return not self.is_gone(number)
 
     def is_gone(self, number: int) -> bool:
         """Whether a number was assigned to a version that is known to have failed or to be deleted."""
         head = self.survey.head
-        if (
-            head is None
-            or number >= head.next_version
-            or number in self.survey.entries
-            or number in head.open
-        ):
+        if head is None or number >= head.next_version or number in self.survey.entries or number in head.open:
             return False
         # numbers below the first one belong to a deleted model of the same name
         return self._believed or number in head.failed or number < head.first_version
@@ -239,9 +232,7 @@ def _findings_of_head(survey: Survey, numbers: _Numbers, adopted: Collection[int
     if survey.unregistered:
         yield Finding(survey.unregistered, Mend.HEAD)
     for node, why in survey.lost_nodes:
-        yield Finding(
-            f"the history of versions {max(node.first, 1)} to {node.last} is lost: {why}", Mend.HEAD
-        )
+        yield Finding(f"the history of versions {max(node.first, 1)} to {node.last} is lost: {why}", Mend.HEAD)
     if numbers.highest >= head.next_version:
         yield Finding(
             f"the head is older than the store: its next version is {head.next_version}, and there are objects of "
@@ -254,9 +245,7 @@ def _findings_of_head(survey: Survey, numbers: _Numbers, adopted: Collection[int
             yield Finding(f"the ref {name} names version {ref.version}, which does not exist", Mend.HEAD)
 
 
-def _findings_of_version(
-    numbers: _Numbers, number: int, folder: VersionFolder, adopted: bool
-) -> Iterator[Finding]:
+def _findings_of_version(numbers: _Numbers, number: int, folder: VersionFolder, adopted: bool) -> Iterator[Finding]:
     entry = numbers.survey.entries.get(number)
     if entry is None and not adopted:
         yield from _findings_of_stray(numbers, number, folder)
@@ -299,9 +288,7 @@ def _findings_of_stray(numbers: _Numbers, number: int, folder: VersionFolder) ->
         )
     elif numbers.is_strange(number):
         yield Finding(f"is in no history that can be read here: {folder.problems[0]}", Mend.NONE, number)
-    elif numbers.is_gone(number) or (
-        head is not None and number >= head.next_version and not folder.has_manifest
-    ):
+    elif numbers.is_gone(number) or (head is not None and number >= head.next_version and not folder.has_manifest):
         yield Finding(f"{objects} of a version that is in no history", Mend.STRAY, number)
     else:
         yield Finding(

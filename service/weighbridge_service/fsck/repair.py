@@ -1,7 +1,7 @@
 """Check of a store, model by model, and repair of its findings.
 
-A repair writes the head with a compare-and-swap against the surveyed head. So it can be interrupted at any point and run again. It fails if
-a service has changed the model since the survey.
+A repair writes the head with a compare-and-swap against the surveyed head. So it can be interrupted at any point and
+run again. It fails if a service has changed the model since the survey.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def check_store(
 
 
 def _repin_all(heads: HeadStore) -> None:
-    """Pin the bases of all adapters again. A head that was rebuilt from manifests has lost its pins, so a collection could delete the bases
-    of adapters.
+    """Pin the bases of all adapters again. A head that was rebuilt from manifests has lost its pins, so a collection
+    could delete the bases of adapters.
     """
     for model in heads.models():
         try:
@@ -235,9 +235,7 @@ class _Repair:
         survey = self._survey
         if not self._dropped and not any(f.mend is Mend.HEAD for f in self._diagnosis.findings):
             return
-        after = repaired_head(
-            survey, self._diagnosis, self._base(), self._entry_of, self._dropped, self._now_ms
-        )
+        after = repaired_head(survey, self._diagnosis, self._base(), self._entry_of, self._dropped, self._now_ms)
         # names of nodes contain the generation of the head that they were written for, and must not be reused
         base = survey.head or Head()
         base = replace(base, generation=max(base.generation, survey.last_node))
@@ -245,14 +243,18 @@ class _Repair:
         if survey.head is None and survey.text is not None:
             kept = f"{self._model.prefix}head.damaged-{self._now_ms}.json"
             self._store.put(kept, survey.text, mode="overwrite")
-        # the ledger compares generations, which may restart with this head; without a ledger, services count the stored bytes again
+        # the ledger compares generations, which may restart with this head; without a ledger, services count the stored
+        # bytes again
         self._store.delete(ledger_key(self._model.namespace))
         mode: PutMode = "create" if survey.etag is None else IfMatch(survey.etag)
         try:
             self._store.put(self._model.head_key, after.to_json(), mode=mode)
         except Conflict as error:
             raise Conflict(
-                f"{self._model} was changed in the meantime, or something other than an object has the name of its head",
+                (
+                    f"{self._model} was changed in the meantime, or something other than an object "
+                    "has the name of its head"
+                ),
                 fix=f"stop all services of this store, check what {self._model.head_key} is, and try again",
             ) from error
 
@@ -268,8 +270,8 @@ class _Repair:
         return replace(head or Head(), files_id=registered.files_id, registration=registration_of(registered))
 
     def _registered(self) -> RegisteredModel:
-        """Register the model from the newest version that allows it, and write the registration's files. Raises DataLoss if no version
-        allows it.
+        """Register the model from the newest version that allows it, and write the registration's files. Raises
+        DataLoss if no version allows it.
         """
         versions, entries = self._survey.versions, self._survey.entries
         failures = []
@@ -281,11 +283,12 @@ class _Repair:
                 except WeighbridgeError as error:
                     failures.append(f"{self._model}@{number}: {error.message}")
         raise DataLoss(
-            f"no version of {self._model} can register it"
-            if failures
-            else f"no version of {self._model} is whole",
+            f"no version of {self._model} can register it" if failures else f"no version of {self._model} is whole",
             details=failures[:_MOST_FAILURES],
-            fix="restore head.json from a backup; if the model never had a version, delete the rest of it and register it again",
+            fix=(
+                "restore head.json from a backup; if the model never had a version, delete the "
+                "rest of it and register it again"
+            ),
         )
 
     def _registered_as(self, number: int) -> RegisteredModel:
@@ -298,9 +301,7 @@ class _Repair:
         except InvalidArgument:  # the model may have been registered without the weight map of its type
             registered = model_for_registration(self._model, files, "", specs, head, weight_map=False)
         if registered.listed is not None:
-            write_tensor_list(
-                self._store, self._model, registered.listed, first_version_of(registered.files_id)
-            )
+            write_tensor_list(self._store, self._model, registered.listed, first_version_of(registered.files_id))
         for name, content in files.items():
             self._store.put(files_key(self._model, registered.files_id, name), content, mode="overwrite")
         return registered
@@ -324,9 +325,20 @@ class _Repair:
             # approvals after the manifest was written are known only for a version that is still open in the head
             held = said.held if there is None else there.holding(said.held)
             listed = VersionEntry(
-                number, 0, "", 0, 0, 0, self._files_id(number), claim, ranks=ranks, held=held, metadata=said.metadata,
-                approval=None if there is None else there.approval, traceparent="" if there is None else there.traceparent,
-            )  # fmt: skip
+                number,
+                0,
+                "",
+                0,
+                0,
+                0,
+                self._files_id(number),
+                claim,
+                ranks=ranks,
+                held=held,
+                metadata=said.metadata,
+                approval=None if there is None else there.approval,
+                traceparent="" if there is None else there.traceparent,
+            )
         return replace(
             listed,
             step=said.step,
@@ -339,7 +351,10 @@ class _Repair:
         )
 
     def _files_id(self, number: int) -> str:
-        """Identity of a version's registered files; empty if one is missing or damaged. Each set of files is read once."""
+        """Identity of a version's registered files; empty if one is missing or damaged.
+
+        Each set of files is read once.
+        """
         key = tuple(sorted(self._described(number).side_files.items()))
         if key not in self._identities:
             try:
@@ -389,7 +404,10 @@ class _Repair:
         raise NotFound(f"no version has {name} as it is registered", fix="register the model again")
 
     def _delete_folder(self, number: int) -> None:
-        """Delete all objects of a version number. The manifest is deleted first, because its presence marks a folder as complete."""
+        """Delete all objects of a version number.
+
+        The manifest is deleted first, because its presence marks a folder as complete.
+        """
         keys = self._survey.folders[number]
         manifest = version_key(self._model, number, MANIFEST_FILE)
         if manifest in keys:
@@ -410,7 +428,5 @@ def fix_for(left: AbstractSet[Mend], repair: bool) -> str:
     if not repair and left - {Mend.NONE, Mend.DROP}:
         steps.append("stop all services of the store, then run again with --repair")
     if Mend.DROP in left:
-        steps.append(
-            "restore missing files from a backup, or give the versions up with --repair --drop-damaged"
-        )
+        steps.append("restore missing files from a backup, or give the versions up with --repair --drop-damaged")
     return "; ".join(steps)

@@ -1,7 +1,7 @@
 """Survey of one model in a store: its head, its history, its folders and their manifests. The survey only reads.
 
-Objects are listed before the head is read, and objects that the head refers to are looked up individually. So the survey does not mistake
-concurrent changes by a service for damage.
+Objects are listed before the head is read, and objects that the head refers to are looked up individually. So the
+survey does not mistake concurrent changes by a service for damage.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from weighbridge_storage.versions.manifest import Manifest
 _AT_ONCE = 16
 """Number of concurrent requests."""
 _MAX_GENERATION = 10**18
-"""Maximum generation of a node. A head is never written that often, so Weighbridge did not write nodes of higher generations. The
-generation of the next head must stay far below 2^63.
+"""Maximum generation of a node. A head is never written that often, so Weighbridge did not write nodes of higher
+generations. The generation of the next head must stay far below 2^63.
 """
 
 
@@ -92,7 +92,9 @@ class Described:
 
 
 def _kept(metadata: Metadata) -> Metadata:
-    """The metadata of a manifest if it is valid for an entry, otherwise empty: other programs may have written larger metadata."""
+    """The metadata of a manifest if it is valid for an entry, otherwise empty: other programs may have written larger
+    metadata.
+    """
     try:
         return checked_metadata(metadata)
     except InvalidArgument:
@@ -107,7 +109,8 @@ class VersionFolder:
         described: summary of its manifest; None if the manifest is missing or unreadable.
         problems: missing files, and files whose size differs from the manifest; empty if the version is whole.
         bad_blocks: names of files whose block digests are missing or have the wrong size.
-        has_manifest: whether a manifest exists, readable or not. Without a manifest, the folder was never complete, or is partly deleted.
+        has_manifest: whether a manifest exists, readable or not. Without a manifest, the folder was never complete, or
+            is partly deleted.
         foreign: whether another release of Weighbridge can read the manifest.
     """
 
@@ -206,9 +209,7 @@ def survey_model(
             strays = [key for n in folders.keys() - entries.keys() - head.open.keys() for key in folders[n]]
             sizes = pool.map(lambda key: _size(store, key), strays)
             gone = {key for key, size in zip(strays, sizes, strict=True) if size is None}
-            folders = defaultdict(
-                list, {n: [key for key in keys if key not in gone] for n, keys in folders.items()}
-            )
+            folders = defaultdict(list, {n: [key for key in keys if key not in gone] for n, keys in folders.items()})
         numbers = sorted(entries.keys() | {n for n, keys in folders.items() if _has_version(model, keys)})
         looked: dict[int, VersionFolder] = {}
         for folder in pool.map(lambda n: _look(store, model, n), numbers):
@@ -233,15 +234,16 @@ def survey_model(
 
 
 def _has_version(model: ModelName, keys: list[str]) -> bool:
-    return any(
-        place is not None and place[0] == "versions" for place in (numbered_key(model, k) for k in keys)
-    )
+    return any(place is not None and place[0] == "versions" for place in (numbered_key(model, k) for k in keys))
 
 
 def _read_history(
     heads: HeadStore, model: ModelName, head: Head
 ) -> tuple[dict[int, VersionEntry], tuple[tuple[NodeRef, str], ...]]:
-    """All entries in the history of a head, and the nodes that cannot be read. Raises FailedPrecondition for a node of another release."""
+    """All entries in the history of a head, and the nodes that cannot be read.
+
+    Raises FailedPrecondition for a node of another release.
+    """
     found = dict(head.recent)
     lost: list[tuple[NodeRef, str]] = []
     rest = [head.root] if head.root is not None else []
@@ -282,8 +284,7 @@ def _look(store: ObjectStore, model: ModelName, number: int) -> VersionFolder:
     bad_blocks = [
         name
         for name in sorted(manifest.weight_files)
-        if _size(store, blocks_key(model, number, name))
-        != -(-manifest.files[name].size // BLOCK_BYTES) * DIGEST_BYTES
+        if _size(store, blocks_key(model, number, name)) != -(-manifest.files[name].size // BLOCK_BYTES) * DIGEST_BYTES
     ]
     return VersionFolder(Described.of(manifest), tuple(problems), tuple(bad_blocks))
 

@@ -47,7 +47,10 @@ class Health:
         return [self._accepting(), *self._monitor.findings()]
 
     def check_ready(self, findings: list[Check]) -> None:
-        """Raise Unavailable if any of these findings is a failure. The error's details contain a line for each failure."""
+        """Raise Unavailable if any of these findings is a failure.
+
+        The error's details contain a line for each failure.
+        """
         failed = [check for check in findings if check.status is CheckStatus.FAIL]
         if failed:
             raise Unavailable(

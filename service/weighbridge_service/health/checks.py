@@ -48,8 +48,8 @@ class StoreChecks:
     Args:
         store: the store.
         replica: identifies this process among those that use the same store; a component of a key.
-        most_offset_ms: maximum difference between the clocks of replicas and of the store. With a larger difference, versions could be
-            deleted while they are read, or pushes aborted while their trainers are sending.
+        most_offset_ms: maximum difference between the clocks of replicas and of the store. With a larger difference,
+            versions could be deleted while they are read, or pushes aborted while their trainers are sending.
     """
 
     def __init__(self, store: ObjectStore, replica: str, most_offset_ms: int) -> None:
@@ -71,8 +71,8 @@ class StoreChecks:
         return Check.ok(STORE_WRITABLE, "it takes objects")
 
     def conditions(self) -> Check:
-        """Whether the store honors conditional writes, including those of concurrent writers. Not run in the background, because it needs
-        about forty writes.
+        """Whether the store honors conditional writes, including those of concurrent writers. Not run in the
+        background, because it needs about forty writes.
         """
         try:
             probe(self._store)
@@ -101,7 +101,10 @@ def check_clock(written_ms: tuple[int, int], modified_ms: int, most_ms: int) -> 
     """
     first, last = written_ms
     offset = max(first - (modified_ms + 999), modified_ms - last, 0)
-    what = f"it differs from the store's clock by {readable_duration(offset / 1000)}; at most {readable_duration(most_ms / 1000)} is allowed"
+    what = (
+        f"it differs from the store's clock by {readable_duration(offset / 1000)}; at most "
+        f"{readable_duration(most_ms / 1000)} is allowed"
+    )
     fix = "set the clocks of all machines by NTP"
     if offset > most_ms:
         return Check.fail(CLOCK, what, fix)
@@ -116,9 +119,7 @@ def check_disk(disk: DiskReading) -> Check:
         what = f"{disk}: less than the {readable_size(_LEAST_DISK)} that new work needs"
         return Check.fail(DISK_ROOM, what, MAKE_ROOM)
     if disk.available < disk.size * _LITTLE_DISK:
-        what = (
-            f"{disk}: less than {_LITTLE_DISK:.0%}; below {readable_size(_LEAST_DISK)} no new work is taken"
-        )
+        what = f"{disk}: less than {_LITTLE_DISK:.0%}; below {readable_size(_LEAST_DISK)} no new work is taken"
         return Check.warn(DISK_ROOM, what, MAKE_ROOM)
     return Check.ok(DISK_ROOM, str(disk))
 
@@ -134,7 +135,8 @@ def check_durable(failing: Sequence[Version]) -> Check:
     return Check.warn(
         VERSIONS_DURABLE,
         "; ".join(f"{version}: {version.error}" for version in failing[:_NAMED]),
-        "check why the object store does not accept it: the service retries until it does, holds the version in memory alone meanwhile, and "
+        "check why the object store does not accept it: the service retries until it does, "
+        "holds the version in memory alone meanwhile, and "
         "gives it up if a newer version needs its memory or a caller aborts it",
     )
 
@@ -178,9 +180,7 @@ def checks_of(service: Weighbridge) -> list[NamedCheck]:
     """All checks of a service."""
     config = service.config
     store = store_checks_of(service)
-    folders = (
-        {config.scratch_folder} if is_remote(config.store) else {config.scratch_folder, Path(config.store)}
-    )
+    folders = {config.scratch_folder} if is_remote(config.store) else {config.scratch_folder, Path(config.store)}
 
     def disk_room() -> Check:
         return worst([check_disk(read_disk(folder)) for folder in folders])

@@ -1,4 +1,6 @@
-"""Checks of ``weighbridge doctor``, for a running service, and for a machine and a store before a service is started."""
+"""Checks of ``weighbridge doctor``, for a running service, and for a machine and a store before a service is
+started.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ _CONDITIONS_SECONDS = 10.0
 
 
 class Examiner:
-    """Checks of a running service. The check of conditional writes needs about forty writes, so its finding is cached: callers who may only
-    observe must not be able to cause any number of writes. Only one thread may use it at a time.
+    """Checks of a running service. The check of conditional writes needs about forty writes, so its finding is cached:
+    callers who may only observe must not be able to cause any number of writes. Only one thread may use it at a time.
 
     Args:
         service: the service.

@@ -1,8 +1,8 @@
 """Monitor of named checks. Each check runs in the background, and probes return its last finding.
 
-An orchestrator kills a process that does not respond to its probes in time, so probes never wait for a check. A run that exceeds its
-timeout counts as a failure; the failure's message contains the time that it has taken so far. Each check has its own thread, so a hanging
-store delays only its own checks.
+An orchestrator kills a process that does not respond to its probes in time, so probes never wait for a check. A run
+that exceeds its timeout counts as a failure; the failure's message contains the time that it has taken so far. Each
+check has its own thread, so a hanging store delays only its own checks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Observation:
 
     Attributes:
         found: finding of its last run; None before the first has ended.
-        running_since: beginning of the current run, in seconds of the monotonic clock; None if the check is not running.
+        running_since: beginning of the current run, in seconds of the monotonic clock; None if the check is not
+            running.
     """
 
     found: Check | None = None
@@ -96,9 +97,7 @@ class Monitor:
         """
         first = [threading.Event() for _ in self._checks]
         for check, ended in zip(self._checks.values(), first, strict=True):
-            thread = threading.Thread(
-                target=self._watch, args=(check, ended), name=f"check-{check.name}", daemon=True
-            )
+            thread = threading.Thread(target=self._watch, args=(check, ended), name=f"check-{check.name}", daemon=True)
             thread.start()
             self._threads.append(thread)
         deadline = time.monotonic() + seconds

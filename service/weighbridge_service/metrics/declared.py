@@ -1,7 +1,7 @@
 """Declarations of all metrics: name, kind, meaning and labels.
 
-Tests check that the dashboard, the alerts and docs/metrics.md use exactly these metrics. Names follow Prometheus' conventions: base units
-as suffixes, ``_total`` for counters.
+Tests check that the dashboard, the alerts and docs/metrics.md use exactly these metrics. Names follow Prometheus'
+conventions: base units as suffixes, ``_total`` for counters.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ SECONDS = (
     600.0,
     1800.0,
 )
-"""Upper bounds of the buckets of durations. They range from a call that reads memory to a push that waits for its ranks."""
+"""Upper bounds of the buckets of durations.
+
+They range from a call that reads memory to a push that waits for its ranks.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,8 @@ class Declared:
         kind: kind of the metric.
         text: help text.
         labels: names of its labels.
-        values: values of its only label. They are exposed from the start, because a counter that appears with its first increment does not
-            show an increase.
+        values: values of its only label. They are exposed from the start, because a counter that appears with its first
+            increment does not show an increase.
     """
 
     name: str
@@ -71,9 +74,7 @@ class Declared:
             return self.families([((label,), value) for label, value in samples.items()])
         return self.families([((), samples)])
 
-    def families(
-        self, samples: Sequence[tuple[tuple[str, ...], float]]
-    ) -> CounterMetricFamily | GaugeMetricFamily:
+    def families(self, samples: Sequence[tuple[tuple[str, ...], float]]) -> CounterMetricFamily | GaugeMetricFamily:
         """The metric as a family with current values, each with its label values."""
         of_kind = CounterMetricFamily if self.kind is Kind.COUNTER else GaugeMetricFamily
         found = of_kind(self.name, self.text, labels=self.labels)
@@ -124,14 +125,13 @@ PUSH_FAILURES = _counter(
 )
 PUSH_PHASE = _histogram(
     "weighbridge_push_phase_seconds",
-    "How long a push was in each phase: open (ranks declare, and the plan is made), planned (it waits for memory), filling (bytes arrive), "
+    "How long a push was in each phase: open (ranks declare, and the plan is made), planned "
+    "(it waits for memory), filling (bytes arrive), "
     "sealed (head.json is asked, other replicas are waited for), ready (digests), verified (uploads and publication).",
     "phase",
     values=("open", "planned", "filling", "sealed", "ready", "verified"),
 )
-PUSH_READY = _histogram(
-    "weighbridge_push_ready_seconds", "From the opening of a version until engines could pull it."
-)
+PUSH_READY = _histogram("weighbridge_push_ready_seconds", "From the opening of a version until engines could pull it.")
 PUSH_DURABLE = _histogram(
     "weighbridge_push_durable_seconds", "From the opening of a version until it was in the object store."
 )
@@ -160,16 +160,15 @@ PUBLICATIONS = _gauge("weighbridge_publications_running", "Versions being made d
 # --- streams of weights
 
 RECEIVED = _counter("weighbridge_received_bytes_total", "Bytes pushed by trainers.", "lane")
-SENT = _counter(
-    "weighbridge_sent_bytes_total", "Bytes sent to engines and trainers, or read by them in place.", "lane"
-)
+SENT = _counter("weighbridge_sent_bytes_total", "Bytes sent to engines and trainers, or read by them in place.", "lane")
 PULL = _histogram(
     "weighbridge_pull_seconds",
-    "How long streams of pulls and restores took over gRPC, from their requests on; a large pull has several. Interrupted streams are left out.",
+    (
+        "How long streams of pulls and restores took over gRPC, from their requests on; a large "
+        "pull has several. Interrupted streams are left out."
+    ),
 )
-IN_FLIGHT = _gauge(
-    "weighbridge_in_flight_bytes", "Bytes of the byte budget that streams over gRPC hold.", "direction"
-)
+IN_FLIGHT = _gauge("weighbridge_in_flight_bytes", "Bytes of the byte budget that streams over gRPC hold.", "direction")
 STREAMS_WAITING = _gauge(
     "weighbridge_streams_waiting", "Streams over gRPC that wait for room in the byte budget.", "direction"
 )
@@ -186,23 +185,33 @@ ENGINES = _gauge(
 )
 ENGINES_BEHIND = _gauge(
     "weighbridge_engine_behind_versions",
-    "Versions behind the one that an engine serves, up to the one that its ref names; of the engine that is farthest behind.",
+    (
+        "Versions behind the one that an engine serves, up to the one that its ref names; of the "
+        "engine that is farthest behind."
+    ),
     "model",
 )
 ENGINES_BEHIND_FOR = _gauge(
     "weighbridge_engine_behind_seconds",
-    "For how long an engine that is behind its ref has had no update that succeeded, or its agent has run without one; of the longest. "
+    "For how long an engine that is behind its ref has had no update that succeeded, or its "
+    "agent has run without one; of the longest. "
     "0 while none is behind.",
     "model",
 )
 ENGINES_SILENT = _gauge(
     "weighbridge_engine_silent_seconds",
-    "For how long the agent of an engine has not reported; of the longest, until it is forgotten. Engines that have ended are left out.",
+    (
+        "For how long the agent of an engine has not reported; of the longest, until it is "
+        "forgotten. Engines that have ended are left out."
+    ),
     "model",
 )
 ENGINES_UPDATE = _gauge(
     "weighbridge_engine_update_seconds",
-    "How long the last update of an engine took, while it served (prepare) and while it stood still (pause); of the slowest.",
+    (
+        "How long the last update of an engine took, while it served (prepare) and while it stood "
+        "still (pause); of the slowest."
+    ),
     "model",
     "part",
 )
@@ -214,13 +223,17 @@ ENGINE_STEP = _histogram(
 )
 ENGINE_PROOFS = _counter(
     "weighbridge_engine_proofs_total",
-    "Proofs that engines compute with the bytes of a version, as agents have reported them to this process: proved (in part, too) or failed.",
+    (
+        "Proofs that engines compute with the bytes of a version, as agents have reported them to "
+        "this process: proved (in part, too) or failed."
+    ),
     "outcome",
     values=("proved", "failed"),
 )
 ENGINES_PROVED = _gauge(
     "weighbridge_engines_proved",
-    "Engines by the verdict of their last proof: proved, proved in part, failed, not proved (it is due and cannot be made), or not asked "
+    "Engines by the verdict of their last proof: proved, proved in part, failed, not proved "
+    "(it is due and cannot be made), or not asked "
     "(no proof was ever requested). Engines that are gone are left out.",
     "model",
     "verdict",
@@ -235,7 +248,8 @@ ENGINES_PROOF = _gauge(
 )
 ENGINES_DRIFT = _gauge(
     "weighbridge_engine_golden_drift",
-    "Largest difference between the log probabilities that an engine gives golden prompts and those that its version has; of the engine with the "
+    "Largest difference between the log probabilities that an engine gives golden prompts and "
+    "those that its version has; of the engine with the "
     "largest. Absent while no engine has answered any.",
     "model",
 )
@@ -244,7 +258,10 @@ ENGINES_DRIFT = _gauge(
 
 STORE_CALL = _histogram(
     "weighbridge_store_call_seconds",
-    "How long small calls of the object store took, failed calls included: heads, manifests, listings. Files of weights are left out.",
+    (
+        "How long small calls of the object store took, failed calls included: heads, manifests, "
+        "listings. Files of weights are left out."
+    ),
     "operation",
     values=("read", "write", "list"),
 )
@@ -268,18 +285,14 @@ REPLICA_READ = _counter(
 )
 CACHE = _gauge("weighbridge_read_cache_bytes", "Bytes of blocks in the read cache.")
 CACHE_BLOCKS = _counter("weighbridge_read_cache_blocks_total", "Blocks that readers have wanted.", "result")
-STORE_READERS = _gauge(
-    "weighbridge_store_readers", "Pulls, restores, exports and downloads that read from the store."
-)
+STORE_READERS = _gauge("weighbridge_store_readers", "Pulls, restores, exports and downloads that read from the store.")
 
 # --- memory
 
 IMAGES = _gauge("weighbridge_image_bytes", "Bytes of image regions.", "place", "use")
 IMAGES_WAITING = _gauge("weighbridge_images_waiting", "Versions that wait for an image.")
 BUDGET = _gauge("weighbridge_memory_budget_bytes", "Most bytes of images in memory.")
-AVAILABLE = _gauge(
-    "weighbridge_memory_available_bytes", "Bytes of memory that each limit leaves available.", "limit"
-)
+AVAILABLE = _gauge("weighbridge_memory_available_bytes", "Bytes of memory that each limit leaves available.", "limit")
 REGIONS_MADE = _counter("weighbridge_image_regions_made_total", "Image regions made.")
 REGIONS_REUSED = _counter("weighbridge_image_regions_reused_total", "Images in a region used before.")
 
@@ -287,12 +300,13 @@ REGIONS_REUSED = _counter("weighbridge_image_regions_reused_total", "Images in a
 
 DELETED = _counter("weighbridge_deleted_versions_total", "Versions whose objects were deleted.")
 DELETED_BYTES = _counter("weighbridge_deleted_bytes_total", "Bytes of the weights of deleted versions.")
-COLLECTION_FAILURES = _counter(
-    "weighbridge_collection_failures_total", "Collections and deletions that failed."
-)
+COLLECTION_FAILURES = _counter("weighbridge_collection_failures_total", "Collections and deletions that failed.")
 QUOTA_USED = _gauge(
     "weighbridge_quota_used",
-    "What identities and namespaces use of the limits that the policy gives them; stored bytes as this process saw them last.",
+    (
+        "What identities and namespaces use of the limits that the policy gives them; stored "
+        "bytes as this process saw them last."
+    ),
     "kind",
     "of",
 )
@@ -309,7 +323,10 @@ CHECK = _gauge(
 CALLS = _counter("weighbridge_grpc_calls_total", "gRPC calls that have ended.", "method", "code")
 CALL = _histogram(
     "weighbridge_grpc_call_seconds",
-    "How long gRPC calls took, waits for other ranks included; watches, which last as long as their clients, are left out.",
+    (
+        "How long gRPC calls took, waits for other ranks included; watches, which last as long as "
+        "their clients, are left out."
+    ),
     "method",
 )
 REQUESTS = _counter(

@@ -1,9 +1,9 @@
 """Checks of peft adapters: of their config, and of their tensors against those of a base. Pure functions.
 
 The config is data: its regular expressions are limited in length and never executed. Names of peft's LoRA tensors are
-``base_model.model.<module>.lora_A.weight``. The check looks up a module among the base's tensors by its whole name. If there is no match,
-it uses the name from the first numbered layer on, or the last part of the name if the module is not in a layer, because transformers names
-the modules around the layers differently in memory and in files.
+``base_model.model.<module>.lora_A.weight``. The check looks up a module among the base's tensors by its whole name. If
+there is no match, it uses the name from the first numbered layer on, or the last part of the name if the module is not
+in a layer, because transformers names the modules around the layers differently in memory and in files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _FIX = "name the base that the adapter was trained on"
 
 
 def check_adapter_config(config: Mapping[str, Any]) -> None:
-    """Raise InvalidArgument if a config is not a peft config, or contains strings that are too long or numbers that are not finite."""
+    """Raise InvalidArgument if a config is not a peft config, or contains strings that are too long or numbers that are
+    not finite.
+    """
     kind = config.get("peft_type")
     if not isinstance(kind, str) or not kind or len(kind) > 64:
         raise InvalidArgument(
@@ -60,7 +62,8 @@ def check_adapter_config(config: Mapping[str, Any]) -> None:
 def _scalars(value: Any, path: str) -> Iterator[tuple[str, str | float]]:
     """All strings and numbers in a JSON value, including keys of objects, each with its path.
 
-    The length of a path is limited: a config of 1 MiB may be a thousand objects deep, with a hundred thousand values at that depth.
+    The length of a path is limited: a config of 1 MiB may be a thousand objects deep, with a hundred thousand values at
+    that depth.
     """
     waiting = [(path, value)]
     while waiting:
@@ -81,8 +84,8 @@ def check_fits(
 ) -> None:
     """Raise LayoutError if LoRA tensors belong to modules that the base does not contain or whose sizes differ.
 
-    Other tensors, such as those of a module that is saved whole, are not compared. Neither are modules whose weights the base stores in
-    another form.
+    Other tensors, such as those of a module that is saved whole, are not compared. Neither are modules whose weights
+    the base stores in another form.
 
     Args:
         adapter: the adapter's tensors.
@@ -111,9 +114,7 @@ def check_fits(
             continue
         wanted = weight.shape if transposed else (weight.shape[theirs],)
         if spec.shape[own] not in wanted:
-            wrong.append(
-                f"{spec.name} has the shape {list(spec.shape)}, and {weight.name} {list(weight.shape)}"
-            )
+            wrong.append(f"{spec.name} has the shape {list(spec.shape)}, and {weight.name} {list(weight.shape)}")
     if missing:
         raise LayoutError(
             f"{name} lacks {counted(len(missing), 'module')} of the adapter",
@@ -167,8 +168,8 @@ class _Modules:
 
 
 def _tail(parts: Sequence[str]) -> str:
-    """A module's name from its first numbered layer on, such as ``layers.0.mlp``. If it is not in a layer, the last part of its name, such
-    as ``embed_tokens``.
+    """A module's name from its first numbered layer on, such as ``layers.0.mlp``. If it is not in a layer, the last
+    part of its name, such as ``embed_tokens``.
     """
     at = next((i for i, part in enumerate(parts) if i and part.isdecimal()), len(parts))
     return ".".join(parts[at - 1 :])

@@ -1,7 +1,10 @@
-"""Process that makes bridges for the service and compares tensors with transformers' models. It imports torch, transformers and mbridge.
+"""Process that makes bridges for the service and compares tensors with transformers' models.
 
-The import of torch uses 400 MB and blocks a Python process for long periods, which would delay every call and stream of the service. So the
-service calls a separate process of the same Python, which returns only data: names, shapes, and the places of elements.
+It imports torch, transformers and mbridge.
+
+The import of torch uses 400 MB and blocks a Python process for long periods, which would delay every call and stream of
+the service. So the service calls a separate process of the same Python, which returns only data: names, shapes, and the
+places of elements.
 """
 
 from __future__ import annotations
@@ -45,15 +48,18 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
 }
 """Functions that the process serves, by name."""
 _ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
-"""megatron-core compiles small functions where it defines them, for which torch imports its compiler. This process does not compute with
-tensors.
+"""megatron-core compiles small functions where it defines them, for which torch imports its compiler. This process does
+not compute with tensors.
 """
 _MOST_SECONDS = 300.0
 """Maximum seconds to make one bridge, including the imports of a new process. The largest models need a few seconds."""
 
 _MOST_SECONDS_OF_CALL = 60.0
 _MOST_BYTES = 4 << 30
-"""Maximum bytes of memory that one call may use, without the imports of a new process. The largest models need a few hundred MB."""
+"""Maximum bytes of memory that one call may use, without the imports of a new process.
+
+The largest models need a few hundred MB.
+"""
 
 
 class BridgeProcess:
@@ -66,9 +72,12 @@ class BridgeProcess:
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Start the process, which imports its modules in the background for some seconds. Raises Unavailable if it cannot be started.
+        """Start the process, which imports its modules in the background for some seconds.
 
-        Does nothing during a call, because the call has already started the process, and may hold the lock until the imports are done.
+        Raises Unavailable if it cannot be started.
+
+        Does nothing during a call, because the call has already started the process, and may hold the lock until the
+        imports are done.
         """
         if self._lock.acquire(blocking=False):
             try:
@@ -108,7 +117,10 @@ class BridgeProcess:
             except (EOFError, OSError) as error:
                 raise Unavailable(
                     f"the process that makes weight maps and models of configs has ended{self._end()}",
-                    fix="try again: another one is started; if that ends too, see the service's log, and check how much memory is free",
+                    fix=(
+                        "try again: another one is started; if that ends too, see the service's "
+                        "log, and check how much memory is free"
+                    ),
                 ) from error
         if isinstance(made, WeighbridgeError):
             raise made
@@ -170,11 +182,12 @@ class BridgeProcess:
 
 @contextlib.contextmanager
 def bounded(nbytes: int, seconds: float) -> Iterator[None]:
-    """Limit the memory and time of the block, because a config determines how long the lists of libraries get. Only for the main thread of
-    a process.
+    """Limit the memory and time of the block, because a config determines how long the lists of libraries get. Only for
+    the main thread of a process.
 
     Args:
-        nbytes: bytes of memory beyond the current use; a larger allocation raises MemoryError, or the RuntimeError of torch.
+        nbytes: bytes of memory beyond the current use; a larger allocation raises MemoryError, or the RuntimeError of
+            torch.
         seconds: seconds after which a TimeoutError is raised.
     """
 

@@ -24,14 +24,14 @@ _FIELD = re.compile(r"\{(layer|expert)(?:\+(\d+))?\}")
 _INDEXED = re.compile(r"^(.+)\[(.+)\]$")
 _LONGEST_AXIS = 1 << 24
 _MOST_ELEMENTS, _MOST_IN_HALVES = 1 << 30, 1 << 32
-"""Maximum number of elements of a tensor that a conversion rearranges, and of a tensor that it only splits in halves or that belongs to the
-vocabulary. Tracing uses 4 bytes for each element that is rearranged. The largest known tensors are those of Llama 3.1 405B: its projections
-have 3 * 10^8 elements, its MLP 2 * 10^9.
+"""Maximum number of elements of a tensor that a conversion rearranges, and of a tensor that it only splits in halves or
+that belongs to the vocabulary. Tracing uses 4 bytes for each element that is rearranged. The largest known tensors are
+those of Llama 3.1 405B: its projections have 3 * 10^8 elements, its MLP 2 * 10^9.
 """
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _SAME_NORM = (
-    # the norm before the MLP: the Transformer Engine spec fuses it into dense layers only; the local spec uses this name in layers with
-    # experts as well
+    # the norm before the MLP: the Transformer Engine spec fuses it into dense layers only; the local spec uses this
+    # name in layers with experts as well
     (".mlp.linear_fc1.layer_norm_weight", ".pre_mlp_layernorm.weight"),
     (".self_attention.q_layernorm.weight", ".self_attention.linear_q_up_proj.layer_norm_weight"),
     (".self_attention.kv_layernorm.weight", ".self_attention.linear_kv_up_proj.layer_norm_weight"),
@@ -74,7 +74,9 @@ class MegatronTensor:
     shape: Shape
 
     def declared(self) -> Sequence[tuple[str, Box]]:
-        """Names of the tensors that trainers declare for it, each with its part of this tensor: the whole tensor, or one of its sections."""
+        """Names of the tensors that trainers declare for it, each with its part of this tensor: the whole tensor, or
+        one of its sections.
+        """
         if not self.rule.sections:
             return [(self.name, Box.whole(self.shape))]
         rest, first = self.shape[1:], 0
@@ -124,7 +126,10 @@ class Bridge:
         for name, shape in self.hugging_face.items():
             if not all(1 <= n <= _LONGEST_AXIS for n in shape):
                 raise InvalidArgument(
-                    f"by config.json {name} would have the shape {list(shape)}: axes have 1 to {_LONGEST_AXIS} elements",
+                    (
+                        f"by config.json {name} would have the shape {list(shape)}: axes have 1 to "
+                        f"{_LONGEST_AXIS} elements"
+                    ),
                     fix="check the sizes in config.json; register a model that lacks such a part by its tensors alone: "
                     "weight_map=False, or --no-weight-map",
                 )
@@ -157,7 +162,9 @@ class Bridge:
             )
 
     def _by_te_spec(self, entry: MegatronTensor) -> str:
-        """Name of the tensor in the Transformer Engine layer spec; families may name the norm of the MLP differently."""
+        """Name of the tensor in the Transformer Engine layer spec; families may name the norm of the MLP
+        differently.
+        """
         dense, moe = _SAME_NORM[0]
         for suffix in (dense, moe):
             if entry.name.endswith(suffix):
@@ -176,8 +183,8 @@ class Bridge:
         return found
 
     def links(self, entry: MegatronTensor) -> list[Link]:
-        """Links from the elements of a tensor to its targets; the targets are indexes into ``entry.targets``. Tensors of one kind share
-        their links.
+        """Links from the elements of a tensor to its targets; the targets are indexes into ``entry.targets``. Tensors
+        of one kind share their links.
         """
         key = (entry.rule.megatron, entry.shape)
         found = self._links.get(key)
@@ -206,7 +213,9 @@ class Bridge:
         return found
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """Tensor-parallel cut of each Hugging Face tensor, ``colwise`` or ``rowwise``. Tensors without an entry are not cut.
+        """Tensor-parallel cut of each Hugging Face tensor, ``colwise`` or ``rowwise``.
+
+        Tensors without an entry are not cut.
 
         Raises:
             InvalidArgument: the family's own code failed to return its plan.
@@ -214,9 +223,7 @@ class Bridge:
         if self._plan_error:
             raise InvalidArgument(f"the model's family has no parallel plan: {self._plan_error}"[:500])
         if self._plan is None:
-            self._plan = _parallel_plan(
-                self._family.parallel_plan() if self._family else {}, self.hugging_face
-            )
+            self._plan = _parallel_plan(self._family.parallel_plan() if self._family else {}, self.hugging_face)
         return self._plan
 
     def head_counts(self) -> tuple[int, int]:
@@ -224,7 +231,10 @@ class Bridge:
         return self._head_counts
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for another process. It contains all results of the family and its conversions instead of the objects themselves."""
+        """State for another process.
+
+        It contains all results of the family and its conversions instead of the objects themselves.
+        """
         plan_error = self._plan_error
         try:
             self.parallel_plan()
@@ -276,7 +286,10 @@ def kind_of(name: str) -> str:
 
 
 def _entries(rules: Sequence[Rule], shapes: Mapping[str, Shape]) -> Iterator[MegatronTensor]:
-    """Megatron-core tensors of the rules whose Hugging Face tensors all exist. Each Hugging Face tensor is used once."""
+    """Megatron-core tensors of the rules whose Hugging Face tensors all exist.
+
+    Each Hugging Face tensor is used once.
+    """
     by_kind: dict[str, list[tuple[int, ...]]] = {}
     for name in shapes:
         numbers = tuple(int(n) for n in _NUMBER.findall(name))
@@ -301,8 +314,8 @@ def _entries(rules: Sequence[Rule], shapes: Mapping[str, Shape]) -> Iterator[Meg
 
 
 def _check_shift(rule: Rule) -> None:
-    """Raise an error if trainers and conversions would add the constant differently: each rounds it to float32, and rows of padding are
-    zeros.
+    """Raise an error if trainers and conversions would add the constant differently: each rounds it to float32, and
+    rows of padding are zeros.
     """
     if rule.vocabulary and rule.shift:
         raise InvalidArgument(
@@ -329,9 +342,7 @@ def _numbers(
         values = {"layer": 0, "expert": 0}
         written = iter(numbers)
         # literal numbers in the rule are part of the kind as well
-        for literal, what, start in re.findall(
-            r"(?<=\.)(\d+)(?=\.)|\{(layer|expert)(?:\+(\d+))?\}", template
-        ):
+        for literal, what, start in re.findall(r"(?<=\.)(\d+)(?=\.)|\{(layer|expert)(?:\+(\d+))?\}", template):
             number = next(written)
             if literal:
                 if number != int(literal):

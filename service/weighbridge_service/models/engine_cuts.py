@@ -1,4 +1,7 @@
-"""Cuts of one tensor for a rank of an engine. They follow the styles on which engines agree, or else the model's own parallel plan."""
+"""Cuts of one tensor for a rank of an engine.
+
+They follow the styles on which engines agree, or else the model's own parallel plan.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +44,13 @@ _CORRECTIONS = tuple(
         (r".*\.self_attn\.sinks", _COLWISE),
     )
 )
-"""Cuts on which engines agree, for tensors that transformers' plan omits or cuts differently. The first matching pattern applies."""
+"""Cuts on which engines agree, for tensors that transformers' plan omits or cuts differently.
+
+The first matching pattern applies.
+"""
 _ROUTER = re.compile(r".*\.(gate|router|shared_expert_gate)\.\w+")
-"""Routers, which choose the experts of a token. They are not cut, since every rank routes every token. A router has one row for each
-expert, or a single row; other layers may be called a gate as well."""
+"""Routers, which choose the experts of a token. They are not cut, since every rank routes every token. A router has one
+row for each expert, or a single row; other layers may be called a gate as well."""
 _LATENT = {"q_proj": _COLWISE, "o_proj": _ROWWISE}
 """Other projections of multi-head latent attention, recognized by a ``kv_b_proj`` in the same module."""
 _STYLES = {
@@ -63,9 +69,7 @@ _AXES_OF_STACKED = {False: 3, True: 2}
 """Number of axes of tensors that hold all experts of a layer: weights (False), and biases (True)."""
 
 
-def slices_of(
-    facts: EngineFacts, spec: TensorSpec, request: TensorParallel
-) -> tuple[tuple[int, ...], list[Box]]:
+def slices_of(facts: EngineFacts, spec: TensorSpec, request: TensorParallel) -> tuple[tuple[int, ...], list[Box]]:
     """Shape of one tensor on the rank, with padding, and the rank's slices of it."""
     size, rank, experts = request.size, request.rank, request.experts
     style, stacked = _style(facts, spec), spec.name in facts.stacked

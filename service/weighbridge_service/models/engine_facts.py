@@ -1,4 +1,6 @@
-"""Facts about a model that determine how engines cut its tensors: heads, experts, the vocabulary, places, its own parallel plan."""
+"""Facts about a model that determine how engines cut its tensors: heads, experts, the vocabulary, places, its own
+parallel plan.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class EngineFacts:
         vocab_size: rows of the embedding.
         experts_in_a_layer: routed experts in a layer; 0 if there are none.
         experts: number of experts in each module of experts, by the module's name.
-        of_expert: tensors of one expert, by module and number of the expert; each with its place in the order of all tensors.
+        of_expert: tensors of one expert, by module and number of the expert; each with its place in the order of all
+            tensors.
         common: the other tensors, in the same form.
         stacked: tensors that hold all experts of a layer.
         sections: rows of the sections of tensors that are cut section by section.
@@ -103,10 +106,7 @@ class EngineFacts:
                 if entry.rule.sections and len(entry.targets) == 1
             },
             frozenset(
-                target.name
-                for entry in bridge.megatron.values()
-                if entry.rule.every > 1
-                for target in entry.targets
+                target.name for entry in bridge.megatron.values() if entry.rule.every > 1 for target in entry.targets
             ),
             {name: kind_of(name) + _LATENT_KIND * (_attention(name) in latent) for name in tensors},
             frozenset(latent),
@@ -124,7 +124,9 @@ class EngineFacts:
 
 
 def _places(bridge: Bridge) -> tuple[dict[str, int], frozenset[str], frozenset[str]]:
-    """Places of Hugging Face's tensors, the tensors of the vocabulary, and the tensors that both the first and the last stage hold."""
+    """Places of Hugging Face's tensors, the tensors of the vocabulary, and the tensors that both the first and the last
+    stage hold.
+    """
     places: dict[str, int] = {}
     vocabulary: set[str] = set()
     embedding: set[str] = set()

@@ -1,4 +1,6 @@
-"""Layouts of engine ranks: whole tensors, a rank's slices according to the model's own parallel plan, or explicit boxes."""
+"""Layouts of engine ranks: whole tensors, a rank's slices according to the model's own parallel plan, or explicit
+boxes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class EngineLayouts:
 
     Args:
         tensors: the model's tensors, by name.
-        bridge: returns the model's bridge, which contains the parallel plan, or raises if none exists. Called only for slices of ranks.
+        bridge: returns the model's bridge, which contains the parallel plan, or raises if none exists. Called only for
+            slices of ranks.
         block: rows and columns of an fp8 weight that share a scale.
     """
 
@@ -50,7 +53,8 @@ class EngineLayouts:
         If a tensor of the vocabulary is padded, the layout contains its padded shape.
 
         Raises:
-            InvalidArgument: the request does not fit the model (the error names the tensor), or the model type has no parallel plan.
+            InvalidArgument: the request does not fit the model (the error names the tensor), or the model type has no
+                parallel plan.
             NotFound: the request names a tensor that the model does not contain.
         """
         match request:
@@ -90,9 +94,7 @@ def padding_of(source: Layout, target: Layout) -> list[tuple[str, Box]]:
 
 
 def _stream(slices: Sequence[tuple[TensorSpec, Box]]) -> Layout:
-    return Layout.stream(
-        {spec.name: spec for spec, _ in slices}.values(), [Shard(s.name, b) for s, b in slices]
-    )
+    return Layout.stream({spec.name: spec for spec, _ in slices}.values(), [Shard(s.name, b) for s, b in slices])
 
 
 def _rank(facts: EngineFacts, request: TensorParallel) -> Iterator[tuple[TensorSpec, Box]]:

@@ -1,9 +1,10 @@
-"""Comparison of a model's tensors with the model that transformers creates from its config, for model types without a weight map.
+"""Comparison of a model's tensors with the model that transformers creates from its config, for model types without a
+weight map.
 
-The model is created on the meta device from the config's own fields and does not run remote code. If the library's loader would initialize
-a tensor anew, the tensor counts as missing, which is an error. If the loader would not load a tensor, such as one of a layer for
-multi-token prediction, the tensor is unknown, which is not an error. Models that transformers does not know, or cannot create within the
-limits below, are not compared.
+The model is created on the meta device from the config's own fields and does not run remote code. If the library's
+loader would initialize a tensor anew, the tensor counts as missing, which is an error. If the loader would not load a
+tensor, such as one of a layer for multi-token prediction, the tensor is unknown, which is not an error. Models that
+transformers does not know, or cannot create within the limits below, are not compared.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from weighbridge_service.models.bridges import parse_config
 log = logging.getLogger(__name__)
 
 _MOST_MODULES = 50_000
-"""Maximum number of modules of a compared model; each takes about 0.1 ms. The largest models without experts have 5,000."""
+"""Maximum number of modules of a compared model; each takes about 0.1 ms.
+
+The largest models without experts have 5,000.
+"""
 _MOST_COUNT = 1 << 10
 """Maximum number of layers, blocks and similar units of a compared model."""
 _COUNTS = re.compile(r"(^|_)(n_)?(layers?|blocks?|depths?|stages?)$")
@@ -47,7 +51,8 @@ _RENAMED = (
 )
 """Names that transformers changes when it loads the files of any model, each with its new name."""
 _FIX = (
-    "use the config.json that belongs to the weights, and all of their files; or register the model by its tensors alone: "
+    "use the config.json that belongs to the weights, and all of their files; or register the "
+    "model by its tensors alone: "
     "weight_map=False, or --no-weight-map"
 )
 _NAMED = 20
@@ -80,8 +85,8 @@ _comparing: list[Compare] = []
 
 @contextmanager
 def compared_by(compare: Compare) -> Iterator[None]:
-    """Let `check_library_model` call a function such as `compare_with_library` while the block runs. Without such a function it accepts all
-    tensors.
+    """Let `check_library_model` call a function such as `compare_with_library` while the block runs. Without such a
+    function it accepts all tensors.
     """
     _comparing.append(compare)
     try:
@@ -91,8 +96,8 @@ def compared_by(compare: Compare) -> Iterator[None]:
 
 
 def check_library_model(config_json: bytes, specs: Iterable[TensorSpec], fix: str = _FIX) -> frozenset[str]:
-    """Raise InvalidArgument if the tensors do not complete the model that transformers creates from the config. A warning in the log names
-    the tensors that transformers would not load.
+    """Raise InvalidArgument if the tensors do not complete the model that transformers creates from the config. A
+    warning in the log names the tensors that transformers would not load.
 
     Args:
         config_json: the model's ``config.json``.
@@ -100,8 +105,8 @@ def check_library_model(config_json: bytes, specs: Iterable[TensorSpec], fix: st
         fix: the fix in the error.
 
     Returns:
-        The output head, if the tensors contain it in addition to the embedding that the class ties it to. The model then does not contain
-        such a tensor, and a pushed one is compared with the embedding.
+        The output head, if the tensors contain it in addition to the embedding that the class ties it to. The model
+        then does not contain such a tensor, and a pushed one is compared with the embedding.
 
     Raises:
         InvalidArgument: tensors are missing, or have another shape. The error names each.
@@ -113,7 +118,10 @@ def check_library_model(config_json: bytes, specs: Iterable[TensorSpec], fix: st
     problems = [*(f"{name} is missing" for name in found.missing), *found.misshapen]
     if problems:
         raise InvalidArgument(
-            f"the tensors are not those of a {found.model_class}, which config.json describes, in {counted(len(problems), 'tensor')}",
+            (
+                f"the tensors are not those of a {found.model_class}, which config.json describes, "
+                f"in {counted(len(problems), 'tensor')}"
+            ),
             details=first_lines(problems),
             fix=fix,
         )
@@ -130,8 +138,8 @@ def check_library_model(config_json: bytes, specs: Iterable[TensorSpec], fix: st
 
 
 def compare_with_library(config_json: bytes, shapes: Mapping[str, Shape]) -> Comparison | None:
-    """Compare tensors with transformers' model of a config. Returns None if transformers has no model for it, or if the model cannot be
-    compared.
+    """Compare tensors with transformers' model of a config. Returns None if transformers has no model for it, or if the
+    model cannot be compared.
 
     The first call in a process takes seconds, because it imports transformers.
 
@@ -155,9 +163,7 @@ def compare_with_library(config_json: bytes, shapes: Mapping[str, Shape]) -> Com
 def _within_bounds(config: Any) -> bool:
     """Whether the counts of layers and labels, from which configs make lists, are small."""
     if isinstance(config, Mapping):
-        return all(
-            _within_bounds(value) and _sum(value) <= _most_of(str(name)) for name, value in config.items()
-        )
+        return all(_within_bounds(value) and _sum(value) <= _most_of(str(name)) for name, value in config.items())
     return not isinstance(config, list) or all(_within_bounds(each) for each in config)
 
 
@@ -176,8 +182,8 @@ def _sum(value: Any) -> int:
 
 
 def _library_model(config: Mapping[str, Any]) -> Any:
-    """transformers' model without memory for its weights; None if transformers has no class for the config. Raises an error if it has too
-    many modules.
+    """transformers' model without memory for its weights; None if transformers has no class for the config. Raises an
+    error if it has too many modules.
     """
     import torch
     import transformers
@@ -239,9 +245,7 @@ def _compared(model: Any, shapes: Mapping[str, Shape]) -> Comparison:
     for name, tensor in tensors.items():  # a tied tensor has several names, in memory and in files
         first = firsts.setdefault(id(tensor), name)
         also[name] = tuple(in_files[first])
-    known = TensorForms(
-        {name: TensorSpec(name, _ANY, shape) for of in in_files.values() for name, shape in of.items()}
-    )
+    known = TensorForms({name: TensorSpec(name, _ANY, shape) for of in in_files.values() for name, shape in of.items()})
     own, covered = _own_names(model, tensors, shapes), set[str]()
     unknown, misshapen = [], []
     for name, candidates in own.items():
@@ -249,9 +253,7 @@ def _compared(model: Any, shapes: Mapping[str, Shape]) -> Comparison:
         if form is not None:
             covered.update(form.tensors)
             if shapes[name] != form.shape and not form.is_swapped(shapes[name]):
-                misshapen.append(
-                    f"{name} has the shape {list(shapes[name])}: the model has {list(form.shape)}"
-                )
+                misshapen.append(f"{name} has the shape {list(shapes[name])}: the model has {list(form.shape)}")
         elif (alias := next((each for each in candidates if each in also), None)) is not None:
             covered.update(also[alias])
         else:
@@ -274,8 +276,8 @@ def _compared(model: Any, shapes: Mapping[str, Shape]) -> Comparison:
 
 
 def _own_names(model: Any, tensors: Iterable[str], given: Iterable[str]) -> Mapping[str, Sequence[str]]:
-    """Names under which the model may contain each tensor. transformers renames some tensors, and loads models with a head from files
-    without one, and vice versa.
+    """Names under which the model may contain each tensor. transformers renames some tensors, and loads models with a
+    head from files without one, and vice versa.
     """
     prefix = f"{model.base_model_prefix}."
     given = list(given)

@@ -1,7 +1,7 @@
 """List of a model's tensors from its registration, if no weight map exists for the model type.
 
-The list may contain 100,000 tensors, and the head is rewritten with each version. So the list is a separate object that is named by its
-digest and never changes.
+The list may contain 100,000 tensors, and the head is rewritten with each version. So the list is a separate object that
+is named by its digest and never changes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ListedTensors:
     """Tensors of a model.
 
     Attributes:
-        specs: the tensors, sorted by name, with numbers in names sorted as numbers. The order does not depend on the order in which the
-            caller lists them.
+        specs: the tensors, sorted by name, with numbers in names sorted as numbers. The order does not depend on the
+            order in which the caller lists them.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -60,7 +60,10 @@ class ListedTensors:
 
     @staticmethod
     def decode(data: bytes, where: str) -> ListedTensors:
-        """The list in a stored document. Raises DataLoss if it is damaged, FailedPrecondition if another release wrote it."""
+        """The list in a stored document.
+
+        Raises DataLoss if it is damaged, FailedPrecondition if another release wrote it.
+        """
         document = strict_json.decode(data, where)
         document.check_format(_FORMAT)
         document.required(frozenset())
@@ -98,9 +101,7 @@ class ListedTensors:
             kept = keeps_dtype(spec, dtype, ROUTER_BIASES)
             return kept or not spec.dtype.is_float or spec.name in scales
 
-        return ListedTensors(
-            tuple(spec if stays(spec) else replace(spec, dtype=dtype) for spec in self.specs)
-        )
+        return ListedTensors(tuple(spec if stays(spec) else replace(spec, dtype=dtype) for spec in self.specs))
 
 
 def specs_of_rows(rows: Sequence[object]) -> list[TensorSpec]:
@@ -139,9 +140,7 @@ def has_tensor_list(store: ObjectStore, model: ModelName, listed: ListedTensors,
         return False
 
 
-def write_tensor_list(
-    store: ObjectStore, model: ModelName, listed: ListedTensors, first_version: int
-) -> None:
+def write_tensor_list(store: ObjectStore, model: ModelName, listed: ListedTensors, first_version: int) -> None:
     """Store a list, before the head names it."""
     store.put(tensor_list_key(model, listed.digest, first_version), listed.encoded, mode="overwrite")
 

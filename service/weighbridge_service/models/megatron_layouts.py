@@ -1,7 +1,7 @@
 """Layouts of Megatron-core ranks, by the conventions of its distributed checkpoints.
 
-They are used for restores without a model, for conversions of folders and for planning. A running trainer declares the layout of its own
-``sharded_state_dict()`` instead.
+They are used for restores without a model, for conversions of folders and for planning. A running trainer declares the
+layout of its own ``sharded_state_dict()`` instead.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ class Stages:
         Args:
             num_layers: number of decoder layers.
             size: number of pipeline stages.
-            first: number of layers on the first stage (``num_layers_in_first_pipeline_stage``), if it differs from the others'.
-            last: number of layers on the last stage (``num_layers_in_last_pipeline_stage``), if it differs from the others'.
+            first: number of layers on the first stage (``num_layers_in_first_pipeline_stage``), if it differs from the
+                others'.
+            last: number of layers on the last stage (``num_layers_in_last_pipeline_stage``), if it differs from the
+                others'.
 
         Raises:
             InvalidArgument: the layers cannot be divided among the stages.
@@ -86,9 +88,7 @@ class Stages:
         if last is not None:
             per_stage[-1] = last
         ends = itertools.accumulate(per_stage)
-        return Stages(
-            tuple(tuple(range(end - count, end)) for end, count in zip(ends, per_stage, strict=True))
-        )
+        return Stages(tuple(tuple(range(end - count, end)) for end, count in zip(ends, per_stage, strict=True)))
 
 
 def megatron_layout(
@@ -120,14 +120,10 @@ def megatron_layout(
         ("expert tensor", rank.etp),
     ):
         if size < 1 or not 0 <= index < size:
-            raise InvalidArgument(
-                f"{what}-parallel rank {index} of {size} does not exist", fix="ranks count from 0"
-            )
+            raise InvalidArgument(f"{what}-parallel rank {index} of {size} does not exist", fix="ranks count from 0")
     heads, kv_heads = bridge.head_counts()
     if heads % rank.tp[1] or kv_heads % rank.tp[1]:
-        raise InvalidArgument(
-            f"{heads} heads with {kv_heads} key-value heads cannot be shared by {rank.tp[1]} ranks"
-        )
+        raise InvalidArgument(f"{heads} heads with {kv_heads} key-value heads cannot be shared by {rank.tp[1]} ranks")
     if bridge.experts % rank.ep[1]:
         raise InvalidArgument(f"{bridge.experts} experts cannot be spread over {rank.ep[1]} ranks")
     stages = stages or Stages.spread(bridge.num_layers, rank.pp[1])
@@ -148,9 +144,7 @@ class _Groups:
 
     first: list[MegatronTensor]  # before the decoder
     last: list[MegatronTensor]  # after it
-    embedding: list[
-        MegatronTensor
-    ]  # also on the last stage: as a tied output layer, or for multi-token prediction
+    embedding: list[MegatronTensor]  # also on the last stage: as a tied output layer, or for multi-token prediction
     layers: dict[int, list[MegatronTensor]]
     of_experts: dict[tuple[int, int], list[MegatronTensor]]  # by place and expert
 
@@ -188,9 +182,7 @@ def _groups(bridge: Bridge) -> _Groups:
     return groups
 
 
-def _held(
-    groups: _Groups, rank: MegatronRank, layers: Sequence[int], experts: range
-) -> Iterator[MegatronTensor]:
+def _held(groups: _Groups, rank: MegatronRank, layers: Sequence[int], experts: range) -> Iterator[MegatronTensor]:
     stage, size = rank.pp
     last = stage == size - 1
     if stage == 0:

@@ -34,10 +34,12 @@ class ModelTensors:
 
     Attributes:
         dtype: dtype of most of the weights.
-        exceptions: dtypes of the other tensors, by names with ``*`` in place of numbers, or by whole names if tensors of one kind differ.
+        exceptions: dtypes of the other tensors, by names with ``*`` in place of numbers, or by whole names if tensors
+            of one kind differ.
         absent: optional parts that the model lacks.
         block: rows and columns of a quantised weight that share a scale.
-        listed: digest of the list of its tensors, if no weight map exists to derive them from the config; empty otherwise.
+        listed: digest of the list of its tensors, if no weight map exists to derive them from the config; empty
+            otherwise.
     """
 
     dtype: DType
@@ -102,7 +104,8 @@ def tensors_found(bridge: Bridge, config: Mapping[str, Any], found: Sequence[Ten
         found: the tensors in its files.
 
     Raises:
-        InvalidArgument: tensors are missing or unknown, or their shapes differ from those that the config defines. The error names each.
+        InvalidArgument: tensors are missing or unknown, or their shapes differ from those that the config defines. The
+            error names each.
     """
     there = {spec.name: spec for spec in found}
     parts = {
@@ -122,9 +125,7 @@ def tensors_found(bridge: Bridge, config: Mapping[str, Any], found: Sequence[Ten
             expected = scale_shape(shapes[weight], block)
         else:
             tied = name == "lm_head.weight" and config.get("tie_word_embeddings", False)
-            why = (
-                ": config.json ties it to the embedding, so it must be left out of the files" if tied else ""
-            )
+            why = ": config.json ties it to the embedding, so it must be left out of the files" if tied else ""
             problems.append(f"{spec} is not a tensor of this {bridge.model_type} model{why}")
             continue
         if spec.shape != expected:

@@ -1,4 +1,6 @@
-"""Registered model: its config, its tensors, its files, and plans and layouts that are derived once and used for every version."""
+"""Registered model: its config, its tensors, its files, and plans and layouts that are derived once and used for every
+version.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ _KEPT_OFFERS = 100_000
 _SHARD_BYTES, _PART_BYTES = 2 << 10, 300
 """Approximate bytes of a tensor or a shard, with its part of the plan, and of a copy in the plan of a pull."""
 _KEPT_PARTS = 1_000_000
-"""Number of copies in the plans of pulls and restores that a model caches. A plan itself counts as a thousand copies."""
+"""Number of copies in the plans of pulls and restores that a model caches.
+
+A plan itself counts as a thousand copies.
+"""
 _KEPT_DECLARED = 4
 """Number of versions with their own tensors whose layouts and plans are cached."""
 IDENTITY_FORMAT = 2
@@ -61,8 +66,9 @@ class RegisteredModel:
         kept: properties of its tensors that the config does not determine.
         files_id: id of the registered set of files.
         side_files: names of these files.
-        listed: its tensors, if no weight map exists for its model type; ``kept`` then contains the digest of the list. For a part: the
-            tensors of one version, or None, because each version of a part has its own tensors (`declared_by`).
+        listed: its tensors, if no weight map exists for its model type; ``kept`` then contains the digest of the list.
+            For a part: the tensors of one version, or None, because each version of a part has its own tensors
+            (`declared_by`).
     """
 
     def __init__(
@@ -151,7 +157,10 @@ class RegisteredModel:
         return self.with_tensors(specs.values())
 
     def with_tensors(self, specs: Iterable[TensorSpec]) -> RegisteredModel:
-        """The model with these tensors of one version; the model itself if all versions have the same. Both share declared layouts."""
+        """The model with these tensors of one version; the model itself if all versions have the same.
+
+        Both share declared layouts.
+        """
         if not self.by_version:
             return self
         listed = ListedTensors.of(specs)
@@ -202,11 +211,12 @@ class RegisteredModel:
     def identity(self) -> str:
         """Digest of the tensors and of the place of each of their elements in megatron-core.
 
-        Configs with the same identity are interchangeable: the same shards give the same files. Heads store it, so its format is fixed:
-        `IDENTITY_FORMAT`, a colon, and the hex digits of a SHA-256. The SHA-256 is over the digest of the files' layout and one line of
-        canonical JSON for each of megatron-core's tensors, in order: ``[name, [[target, leading indexes] ...], [copies ...], [[offset,
-        extent, number of the target, offset, extent, axes] ...]]``, with the constant that is added to each element, if any, as the last
-        item. A model without a weight map has no such lines.
+        Configs with the same identity are interchangeable: the same shards give the same files. Heads store it, so its
+        format is fixed: `IDENTITY_FORMAT`, a colon, and the hex digits of a SHA-256. The SHA-256 is over the digest of
+        the files' layout and one line of canonical JSON for each of megatron-core's tensors, in order:
+        ``[name, [[target, leading indexes] ...], [copies ...], [[offset, extent, number of the target, offset, extent,
+        axes] ...]]``, with the constant that is added to each element, if any, as the last item. A model without a
+        weight map has no such lines.
         """
         digest = hashlib.sha256(self.files.layout.digest.encode())
         links: dict[int, object] = {}  # by kind; most tensors share their links with other layers
@@ -225,7 +235,9 @@ class RegisteredModel:
 
     @property
     def nbytes(self) -> int:
-        """Approximate bytes of memory that the model uses now, without the `bridge`, which models with the same config share."""
+        """Approximate bytes of memory that the model uses now, without the `bridge`, which models with the same config
+        share.
+        """
         # tensors count only once they are derived
         tensors = len(self.listed.specs if self.listed is not None else self.__dict__.get("tensors", ()))
         shards = tensors + self._layouts.weight + self._requests.weight
@@ -291,8 +303,7 @@ class RegisteredModel:
         if space == TensorSpace.MEGATRON and not self.by_version:
             return derive_weight_map(self.bridge, self.tensors, tensors)
         problems = [
-            f"{spec}: "
-            + (f"the model has {self.tensors[name]}" if name in self.tensors else "no tensor of the model")
+            f"{spec}: " + (f"the model has {self.tensors[name]}" if name in self.tensors else "no tensor of the model")
             for name, spec in tensors.items()
             if self.tensors.get(name) != spec
         ]
@@ -314,9 +325,7 @@ class RegisteredModel:
 
         def make() -> Transfer:
             weight_map = derive_weight_map(self.bridge, self.tensors, target.tensors)
-            plan = make_plan(
-                weight_map.as_seen(source), target, weight_map.inverse_links, padding=weight_map.padding
-            )
+            plan = make_plan(weight_map.as_seen(source), target, weight_map.inverse_links, padding=weight_map.padding)
             return Transfer(plan, scatter=False)
 
         return self._reads.get_or_make(("restore", source.digest, target.digest), make)
@@ -347,7 +356,10 @@ class RegisteredModel:
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
-    """Model type of a config; empty if the config does not name one. Raises InvalidArgument if it is not a short string."""
+    """Model type of a config; empty if the config does not name one.
+
+    Raises InvalidArgument if it is not a short string.
+    """
     named = config.get("model_type")
     if named is not None and not (isinstance(named, str) and named.isprintable() and len(named) <= 256):
         raise no_weight_map(named, ", which is not a valid name of a model type")
@@ -362,7 +374,8 @@ def _not_mapped(model: RegisteredModel) -> InvalidArgument:
             fix="pull whole tensors or boxes, or load it with peft: docs/adapters.md",
         )
     names = (
-        "use Hugging Face's names: push_state_dict, push_folder, restore_state_dict; pull whole tensors or boxes, or by an "
+        "use Hugging Face's names: push_state_dict, push_folder, restore_state_dict; pull "
+        "whole tensors or boxes, or by an "
         "engine's plug-in"
     )
     if model.model_type in model_types():

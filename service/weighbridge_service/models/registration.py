@@ -34,8 +34,8 @@ from weighbridge_storage.head.head_changes import delete_model, register
 from weighbridge_storage.stores.objects import ObjectStore
 
 _SINCE = "since_ms"
-"""Field in the registration of a part: the time at which an earlier model of the same name was deleted, in milliseconds since 1970 UTC, or
-0 if no such model was deleted. It distinguishes the part from a part of the earlier model.
+"""Field in the registration of a part: the time at which an earlier model of the same name was deleted, in milliseconds
+since 1970 UTC, or 0 if no such model was deleted. It distinguishes the part from a part of the earlier model.
 """
 _NO_CONFIG, _NO_DTYPE = b"{}", dtypes.parse("uint8")
 """Placeholders for the config and the usual dtype of parts of models. Parts do not have registered files."""
@@ -47,8 +47,8 @@ def files_key(model: ModelName, files_id: str, file: str) -> str:
 
 
 def registered_files(store: ObjectStore, model: ModelName, files_id: str) -> dict[str, bytes]:
-    """Files of one registration, by name. Versions keep the files with which they were opened, even if other files have been registered
-    since.
+    """Files of one registration, by name. Versions keep the files with which they were opened, even if other files have
+    been registered since.
     """
     names = sorted(registered_names(store, model, files_id))
     return {name: store.get(files_key(model, files_id, name))[0] for name in names}
@@ -84,17 +84,18 @@ def model_for_registration(
     Args:
         name: the model's name.
         files: its files other than the weights.
-        dtype: dtype of its weights. If empty: the dtype of ``found``, or else of the existing registration, or else of the config.
+        dtype: dtype of its weights. If empty: the dtype of ``found``, or else of the existing registration, or else of
+            the config.
         found: the tensors in its weight files, if it has any.
         there: the model's head, if it is registered already, or the remaining head of a deleted model.
         listed: the model's tensors, if it is already registered without a weight map; not required with ``found``.
-        weight_map: False registers the model by its tensors alone, even if a weight map exists. A model that was registered without a
-            weight map stays without one if it has versions or if ``found`` is not given, because a weight map would change the order of
-            tensors in its files.
+        weight_map: False registers the model by its tensors alone, even if a weight map exists. A model that was
+            registered without a weight map stays without one if it has versions or if ``found`` is not given, because a
+            weight map would change the order of tensors in its files.
 
     Raises:
-        InvalidArgument: a file's name is not allowed, ``config.json`` is missing, the model type has no weight map and the tensors are
-            unknown, the dtype is unknown, or the tensors do not match the config.
+        InvalidArgument: a file's name is not allowed, ``config.json`` is missing, the model type has no weight map and
+            the tensors are unknown, the dtype is unknown, or the tensors do not match the config.
     """
     check_file_names(files)
     if "config.json" not in files and ADAPTER_CONFIG not in files:
@@ -121,7 +122,10 @@ def model_for_registration(
     if is_adapter(files) and not found:
         raise InvalidArgument(
             f"the tensors of the adapter {name} are not known",
-            fix="register it by its folder: weighbridge import ADAPTER_DIR MODEL --base BASE@VERSION, or TrainerClient.push_adapter",
+            fix=(
+                "register it by its folder: weighbridge import ADAPTER_DIR MODEL --base "
+                "BASE@VERSION, or TrainerClient.push_adapter"
+            ),
         )
     goes_on = there is not None and is_listed(there) and same_type and (has_versions or not found)
     if not weight_map or goes_on or not has_weight_map(config):
@@ -176,7 +180,9 @@ def part_registration(name: ModelName, there: Head) -> RegisteredModel:
 
 
 def with_part(name: ModelName, head: Head, of: Head, now_ms: int) -> Head:
-    """Head of a part with its registration. If the part belongs to a deleted model of the same name, the part is deleted first.
+    """Head of a part with its registration.
+
+    If the part belongs to a deleted model of the same name, the part is deleted first.
 
     Args:
         name: name of the part.
@@ -242,12 +248,15 @@ def registered(head: Head, model: RegisteredModel) -> Head:
     if head.next_version > head.first_version and not _agree(head.registration, model):
         if model.is_adapter:
             raise FailedPrecondition(
-                f"{model.name} is registered already, with {head.registration.get('tensor_count')} different tensors: rank, target modules and dtypes "
+                f"{model.name} is registered already, with "
+                f"{head.registration.get('tensor_count')} different tensors: rank, target "
+                "modules and dtypes "
                 "of an adapter stay those of its first version",
                 fix="use a different model name for this adapter",
             )
         raise FailedPrecondition(
-            f"{model.name} is registered already, with different tensors or heads: as {head.registration.get('model_type')} in "
+            f"{model.name} is registered already, with different tensors or heads: as "
+            f"{head.registration.get('model_type')} in "
             f"{head.registration.get('dtype')} with {head.registration.get('tensor_count')} tensors",
             fix="register the new model under another name",
         )
@@ -293,13 +302,13 @@ def _newest_base(head: Head) -> str:
         return ""
     said = {number: each.metadata for number, each in head.recent.items() if not each.retired}
     said |= {number: each.metadata for number, each in head.open.items()}
-    return next(
-        (str(base) for number in sorted(said, reverse=True) if (base := BaseVersion.of(said[number]))), ""
-    )
+    return next((str(base) for number in sorted(said, reverse=True) if (base := BaseVersion.of(said[number]))), "")
 
 
 def check_registration(name: ModelName, head: Head) -> ModelTensors:
-    """Check the registration in a head, from which the model is listed and loaded. Returns the properties of its tensors.
+    """Check the registration in a head, from which the model is listed and loaded.
+
+    Returns the properties of its tensors.
 
     Raises:
         DataLoss: a field is missing, or `registration_of` does not write it in this form.

@@ -1,8 +1,9 @@
 """Trace of a conversion: the place of each element, found by converting numbered elements.
 
-A conversion takes one tensor and returns named tensors. For each axis of the input, the trace runs it on a tensor whose elements are their
-own index along that axis. So each output element identifies its source. Two runs that encode the index differently must decode to the same
-result. So the trace detects a conversion that scales, shifts or mixes elements, and raises an error.
+A conversion takes one tensor and returns named tensors. For each axis of the input, the trace runs it on a tensor whose
+elements are their own index along that axis. So each output element identifies its source. Two runs that encode the
+index differently must decode to the same result. So the trace detects a conversion that scales, shifts or mixes
+elements, and raises an error.
 """
 
 from __future__ import annotations
@@ -119,9 +120,7 @@ def _vector(values: torch.Tensor, varying: Sequence[int]) -> torch.Tensor:
     return values.reshape(-1).to(torch.int64)
 
 
-def _links(
-    name: str, target: str, shape: tuple[int, ...], axes: Sequence[Sequence[_Along]]
-) -> Iterator[Link]:
+def _links(name: str, target: str, shape: tuple[int, ...], axes: Sequence[Sequence[_Along]]) -> Iterator[Link]:
     """Links of each part of the target in which every source axis runs along at most one axis."""
     for of_part in itertools.product(*axes):
         within = {axis: index for along in of_part for axis, index in along.within.items()}

@@ -1,11 +1,11 @@
 """Weight map of the tensors that a trainer declares.
 
 Megatron-core names the same weight in several ways: one tensor for all layers with the layer as its first axis
-(``decoder.layers.mlp.linear_fc2.weight``), one for each layer (``decoder.layers.3.mlp.linear_fc2.weight``); experts as an axis
-(``mlp.experts.experts.linear_fc1.weight``) or one by one (``mlp.experts.experts.7.linear_fc1.weight``); with ``singleton_local_shards``,
-the two halves of a SwiGLU projection separately (``...linear_fc1.weight_w`` and ``_v``); and the sections of the fused projection of a
-state space model separately (``mixer.in_proj.weight.z``). A bridge contains one tensor for each layer and expert. This module relates the
-other forms to these tensors.
+(``decoder.layers.mlp.linear_fc2.weight``), one for each layer (``decoder.layers.3.mlp.linear_fc2.weight``); experts as
+an axis (``mlp.experts.experts.linear_fc1.weight``) or one by one (``mlp.experts.experts.7.linear_fc1.weight``); with
+``singleton_local_shards``, the two halves of a SwiGLU projection separately (``...linear_fc1.weight_w`` and ``_v``);
+and the sections of the fused projection of a state space model separately (``mixer.in_proj.weight.z``). A bridge
+contains one tensor for each layer and expert. This module relates the other forms to these tensors.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def derive_weight_map(
 def registered_specs(
     bridge: Bridge, tensors: Mapping[str, TensorSpec], declared: Iterable[TensorSpec]
 ) -> Iterator[TensorSpec]:
-    """Declared tensors in the dtypes of the model. Tensors that the model does not contain, or whose parts differ in dtype, are omitted.
+    """Declared tensors in the dtypes of the model.
+
+    Tensors that the model does not contain, or whose parts differ in dtype, are omitted.
 
     Args:
         bridge: bridge of the model.
@@ -119,16 +121,14 @@ def registered_specs(
 
 
 def shifts_back(bridge: Bridge, declared: Mapping[str, TensorSpec]) -> Mapping[str, float]:
-    """Constants to add to elements of declared tensors on the way from Hugging Face, by name. Tensors that the model does not contain are
-    omitted.
+    """Constants to add to elements of declared tensors on the way from Hugging Face, by name. Tensors that the model
+    does not contain are omitted.
     """
     first = {spec.name: next(_parts(bridge, spec), None) for spec in declared.values()}
     return {name: -part.entry.rule.shift for name, part in first.items() if part and part.entry.rule.shift}
 
 
-def _problem(
-    bridge: Bridge, tensors: Mapping[str, TensorSpec], spec: TensorSpec, parts: list[_Part]
-) -> str | None:
+def _problem(bridge: Bridge, tensors: Mapping[str, TensorSpec], spec: TensorSpec, parts: list[_Part]) -> str | None:
     """Error message about a declared tensor; None if it agrees with the model."""
     if not parts:
         return f"{spec} is not a tensor of this {bridge.model_type} model"
@@ -136,9 +136,7 @@ def _problem(
     if wanted != {spec.dtype}:
         names = " and ".join(sorted(str(dtype) for dtype in wanted))
         advice = ""
-        if spec.dtype.short == "fp32" and parts[0].entry.targets[0].name.endswith(
-            bridge.keep_in_fp32 or ("\0",)
-        ):
+        if spec.dtype.short == "fp32" and parts[0].entry.targets[0].name.endswith(bridge.keep_in_fp32 or ("\0",)):
             advice = "; Megatron-core always has it in float32, so import the model with it in float32"
         return f"{spec} has the wrong dtype: the model is registered with {names} there{advice}"
     entry = parts[0].entry
@@ -191,11 +189,9 @@ def _part_named(entry: MegatronTensor, suffix: str) -> Box | None:
     return next((box for name, box in entry.declared() if name == entry.name + suffix), None)
 
 
-def _stacked(
-    bridge: Bridge, name: str, shape: Shape
-) -> Iterator[tuple[tuple[int, ...], MegatronTensor | None]]:
-    """Each index of the leading axes of stacked layers or experts, with its tensor; None if the model does not contain a tensor for the
-    index.
+def _stacked(bridge: Bridge, name: str, shape: Shape) -> Iterator[tuple[tuple[int, ...], MegatronTensor | None]]:
+    """Each index of the leading axes of stacked layers or experts, with its tensor; None if the model does not contain
+    a tensor for the index.
     """
     by_layer, by_expert = _LAYERS.match(name), _EXPERTS.match(name)
     if not by_layer and not by_expert:

@@ -1,4 +1,6 @@
-"""Cast of an outgoing stream: converts floating-point tensors to another dtype than the version's, or adds a constant to their elements."""
+"""Cast of an outgoing stream: converts floating-point tensors to another dtype than the version's, or adds a constant
+to their elements.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from weighbridge._transport.pieces import Buffer
 from weighbridge.errors import InvalidArgument
 
 ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
-"""Suffixes of the names of routers' biases, in models without a weight map. These biases choose among experts whose scores are close, and
-trainers change them by steps that narrower dtypes round away.
+"""Suffixes of the names of routers' biases, in models without a weight map. These biases choose among experts whose
+scores are close, and trainers change them by steps that narrower dtypes round away.
 """
 
 
 def keeps_dtype(spec: TensorSpec, dtype: DType, keep_in_fp32: tuple[str, ...]) -> bool:
-    """Whether a cast leaves a tensor unchanged because it would narrow the tensor and the tensor's name ends with a suffix of
-    ``keep_in_fp32``.
+    """Whether a cast leaves a tensor unchanged because it would narrow the tensor and the tensor's name ends with a
+    suffix of ``keep_in_fp32``.
     """
     return dtype.itemsize < spec.dtype.itemsize and spec.name.endswith(keep_in_fp32)
 
@@ -33,8 +35,8 @@ def cast_specs(
     keep_in_fp32: tuple[str, ...] = (),
     scales: frozenset[str] = frozenset(),
 ) -> list[TensorSpec]:
-    """Specs of tensors after a cast. Floating-point tensors get the dtype. Other tensors, and tensors for which `keeps_dtype` is true, are
-    unchanged.
+    """Specs of tensors after a cast. Floating-point tensors get the dtype. Other tensors, and tensors for which
+    `keeps_dtype` is true, are unchanged.
 
     Args:
         specs: specs before the cast.
@@ -43,8 +45,8 @@ def cast_specs(
         scales: names of tensors that are scales of quantised weights.
 
     Raises:
-        InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast (an fp8 tensor is meaningless without its scales,
-            and scales in another dtype change the weights).
+        InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast (an fp8 tensor is meaningless
+            without its scales, and scales in another dtype change the weights).
     """
     if not dtype.is_float:
         raise InvalidArgument(f"weights cannot be cast to {dtype}", fix="cast to bf16, fp16, fp32 or fp64")
@@ -58,7 +60,8 @@ def cast_specs(
         if spec.name in scales and spec.dtype != dtype:
             raise InvalidArgument(
                 f"{spec} cannot be cast to {dtype}: it scales quantised weights, which would change",
-                fix="take the version without a dtype; to have its weights in one, dequantise them (from_pretrained, model.dequantize(), "
+                fix="take the version without a dtype; to have its weights in one, dequantise "
+                "them (from_pretrained, model.dequantize(), "
                 "save_pretrained) and import that",
             )
         kept = keeps_dtype(spec, dtype, keep_in_fp32)
@@ -172,7 +175,8 @@ def _cast(gather: Gather, run: _Run, begin: int, end: int) -> tuple[Buffer, int 
     """The bytes ``begin`` to ``end`` of a run. Elements that are only partly in the range are cast as a whole.
 
     Returns:
-        The bytes, and the position in bytes of the first finite element that has become infinite, in the run; None if there is none.
+        The bytes, and the position in bytes of the first finite element that has become infinite, in the run; None if
+        there is none.
     """
     import torch
 

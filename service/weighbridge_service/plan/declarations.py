@@ -1,4 +1,7 @@
-"""Declarations of one push: the layout of each rank, the replica that it pushes to, and the resulting agreement. Pure values."""
+"""Declarations of one push: the layout of each rank, the replica that it pushes to, and the resulting agreement.
+
+Pure values.
+"""
 
 from __future__ import annotations
 
@@ -94,11 +97,13 @@ class Agreement:
 
     Attributes:
         prepared: plan of the push.
-        homes: current holder of each replica's share, by the replicas' numbers in `Spread`; at first the replicas themselves.
-        claim: name of this agreement in head.json. Replicas that derive the same agreement derive the same claim; another process at one of
-            their addresses derives another claim. A handover of a share does not change it.
+        homes: current holder of each replica's share, by the replicas' numbers in `Spread`; at first the replicas
+            themselves.
+        claim: name of this agreement in head.json. Replicas that derive the same agreement derive the same claim;
+            another process at one of their addresses derives another claim. A handover of a share does not change it.
         handovers: number of handovers of each share, by number; shares without a handover are omitted.
-        layouts: SHA-256 over the digests of all ranks' layouts (`layouts_digest`), equal for pushes with the same layouts.
+        layouts: SHA-256 over the digests of all ranks' layouts (`layouts_digest`), equal for pushes with the same
+            layouts.
     """
 
     prepared: PreparedPush
@@ -186,15 +191,12 @@ class Declarations:
         """The declarations of a version that has just been opened."""
         if known is not None and len(known.declarations) != opened.ranks:
             known = None
-        return Declarations(
-            f"{opened.model}@{opened.number}", opened.ranks, opened.create_time_ms, home, known
-        )
+        return Declarations(f"{opened.model}@{opened.number}", opened.ranks, opened.create_time_ms, home, known)
 
     @staticmethod
-    def taken_over(
-        opened: Version, home: Home, ranks: Sequence[tuple[str, str]], agreed: Agreement
-    ) -> Declarations:
-        """The declarations of a version that another replica hands over to this one, either the whole version or only its share.
+    def taken_over(opened: Version, home: Home, ranks: Sequence[tuple[str, str]], agreed: Agreement) -> Declarations:
+        """The declarations of a version that another replica hands over to this one, either the whole version or only
+        its share.
 
         Args:
             opened: the version.
@@ -211,8 +213,8 @@ class Declarations:
         )
 
     def counting_on(self, replicas: frozenset[Home]) -> Declarations:
-        """The declarations if ranks can push only to these other replicas. Drops `known` if it requires further replicas; keeps an existing
-        agreement.
+        """The declarations if ranks can push only to these other replicas. Drops `known` if it requires further
+        replicas; keeps an existing agreement.
         """
         known = self.known
         if self.agreed is not None or known is None or known.is_of(replicas | {self.home}):
@@ -245,9 +247,7 @@ class Declarations:
     def check_rank(self, rank: int) -> None:
         """Raise InvalidArgument if the rank does not exist."""
         if rank >= self.ranks:
-            raise InvalidArgument(
-                f"{self.name} has {counted(self.ranks, 'rank')}; rank {rank} does not exist"
-            )
+            raise InvalidArgument(f"{self.name} has {counted(self.ranks, 'rank')}; rank {rank} does not exist")
 
     def check_client(self, rank: int, client_id: str) -> None:
         """Raise if a rank has not declared (FailedPrecondition), or belongs to another process (AlreadyExists)."""
@@ -288,11 +288,12 @@ class Declarations:
             rank: the rank.
             client_id: client id of the declaring process.
             digest: digest of the rank's layout.
-            planning: whether a plan is already being made from all declarations, so that the previous push is not repeated.
+            planning: whether a plan is already being made from all declarations, so that the previous push is not
+                repeated.
 
         Returns:
-            The declarations with this one, and the error if it makes the version fail. If the declaration repeats the previous push, they
-            contain an agreement.
+            The declarations with this one, and the error if it makes the version fail. If the declaration repeats the
+            previous push, they contain an agreement.
         """
         if rank in self.declared or rank >= self.ranks:
             return self, None
@@ -325,16 +326,16 @@ class Declarations:
         )
 
     def expected_at(self, rank: int, digest: str) -> Home | None:
-        """The other replica that a rank with this layout must push to, if the agreement repeats the previous push; else None."""
+        """The other replica that a rank with this layout must push to, if the agreement repeats the previous push; else
+        None.
+        """
         known, agreed = self.known, self.agreed
         if known is None or agreed is None or agreed.prepared is not known.prepared or rank in self.declared:
             return None
         there = known.declarations[rank]
         return there.home if there.digest == digest and there.home != self.home else None
 
-    def hear(
-        self, elsewhere: Iterable[tuple[int, Declaration]]
-    ) -> tuple[Declarations, WeighbridgeError | None]:
+    def hear(self, elsewhere: Iterable[tuple[int, Declaration]]) -> tuple[Declarations, WeighbridgeError | None]:
         """Record declarations that ranks made to other replicas.
 
         Returns:
@@ -350,7 +351,8 @@ class Declarations:
             if there != declaration:
                 return self, VersionFailed(
                     f"rank {rank} of {self.name} has declared to two replicas, {there.home} and {declaration.home}",
-                    fix="each rank pushes to one replica; if two trainers push this step, give each its own run name; if a "
+                    fix="each rank pushes to one replica; if two trainers push this step, give "
+                    "each its own run name; if a "
                     "replica was restarted, push the step again",
                 )
         boots: dict[str, Home] = {}
@@ -386,7 +388,9 @@ def layouts_digest(digests: Iterable[str]) -> str:
 
 
 def alone_at(entry: OpenEntry) -> str:
-    """The address of the only replica that receives an open version; empty if there are several, or no replica has claimed it."""
+    """The address of the only replica that receives an open version; empty if there are several, or no replica has
+    claimed it.
+    """
     return entry.holder or address_in(entry.claim)
 
 

@@ -1,6 +1,8 @@
-"""Parts of the ranks' streams that are not in exactly one place of the files: padding, and tensors that the files contain several times.
+"""Parts of the ranks' streams that are not in exactly one place of the files: padding, and tensors that the files
+contain several times.
 
-With these, a rank that counts elements in its stream, such as NaN elements, gets the same count as the service gets from the files.
+With these, a rank that counts elements in its stream, such as NaN elements, gets the same count as the service gets
+from the files.
 """
 
 from __future__ import annotations

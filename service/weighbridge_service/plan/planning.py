@@ -118,8 +118,8 @@ def make_plan(
         use_all: whether every part of the source must be used.
 
     Raises:
-        LayoutError: a part of the target has no source or two sources, or (with ``use_all``) a part of the source is unused or used twice.
-            The error names the tensors and boxes.
+        LayoutError: a part of the target has no source or two sources, or (with ``use_all``) a part of the source is
+            unused or used twice. The error names the tensors and boxes.
     """
     finders = _Finder(source, disjoint=True), _Finder(target)
     found = list(_copies(source, target, *finders, links))
@@ -262,21 +262,21 @@ def share_out(
 ) -> dict[int, tuple[int, ...]]:
     """Assign shards to ranks, so that each box is pushed once and the bytes are spread evenly.
 
-    A box that several ranks hold goes to the rank with the fewest bytes so far; the largest boxes are assigned first. The result depends only
-    on the arguments.
+    A box that several ranks hold goes to the rank with the fewest bytes so far; the largest boxes are assigned first.
+    The result depends only on the arguments.
 
     Args:
         layouts: layout of each rank.
-        prefer: returns whether a rank is preferred for a box of a tensor. If any ranks that hold a box are preferred, one of them pushes
-            it.
+        prefer: returns whether a rank is preferred for a box of a tensor. If any ranks that hold a box are preferred,
+            one of them pushes it.
         by_box: whether all ranks that hold the same box hold replicas of it, regardless of which one is marked as main.
 
     Returns:
         For each rank, the indexes of the shards that it pushes, ascending.
 
     Raises:
-        LayoutError: shards overlap without being replicas of each other, or a box does not have exactly one main replica (with ``by_box``: a
-            rank holds one box twice).
+        LayoutError: shards overlap without being replicas of each other, or a box does not have exactly one main
+            replica (with ``by_box``: a rank holds one box twice).
     """
     specs = merge_specs(layouts.values())
     holders: dict[str, dict[Box, list[tuple[int, int]]]] = {name: {} for name in specs}
@@ -317,8 +317,7 @@ def share_out(
             )
     if problems:
         raise LayoutError(
-            counted(len(problems), "shard overlaps", "shards overlap")
-            + " without being replicas of one main shard",
+            counted(len(problems), "shard overlaps", "shards overlap") + " without being replicas of one main shard",
             details=first_lines(problems),
         )
     load = dict.fromkeys(layouts, 0)

@@ -1,4 +1,6 @@
-"""Plan of a push, from the layouts of all ranks: the shards that each rank pushes, and the place of every byte in the files."""
+"""Plan of a push, from the layouts of all ranks: the shards that each rank pushes, and the place of every byte in the
+files.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,13 @@ class PreparedPush:
         streams: for each rank, the layout of its stream.
         transfer: transfer from the streams, in buffers named like the ranks, to the files.
         fills: bytes of the streams that go to each file.
-        grantable: for each rank, the parts of its stream that its own process may write to the image of its replica: the parts that belong
-            only to files of that replica. The rank streams the rest.
+        grantable: for each rank, the parts of its stream that its own process may write to the image of its replica:
+            the parts that belong only to files of that replica. The rank streams the rest.
         spread: placement of files on replicas, if the ranks push to several replicas of the service; else None.
-        shared: for each rank, its shards whose boxes other ranks also hold, by index, if the tensor space does not mark replicas.
-        placed: for each rank, the parts of its stream that are not in exactly one place of the files, sorted. Ranks without such parts are
-            omitted.
+        shared: for each rank, its shards whose boxes other ranks also hold, by index, if the tensor space does not mark
+            replicas.
+        placed: for each rank, the parts of its stream that are not in exactly one place of the files, sorted. Ranks
+            without such parts are omitted.
         shifts: constants that ranks add to each element of some tensors, by name, before they push them.
     """
 
@@ -72,8 +75,8 @@ def prepare_push(
         files: layout of the files to write.
         relate: returns the map between the ranks' tensor space and that of the files.
         homes: for each rank the number of the replica of the service that it pushes to; empty if there is only one.
-        space: tensor space of the ranks. Megatron-core marks the main replica of each shard. Hugging Face's space does not, because a
-            DTensor does not know meshes other than its own.
+        space: tensor space of the ranks. Megatron-core marks the main replica of each shard. Hugging Face's space does
+            not, because a DTensor does not know meshes other than its own.
 
     Raises:
         LayoutError: tensors or boxes are wrong, missing or duplicated. The error names them.
@@ -130,9 +133,7 @@ def prepare_push(
 def _shared(layouts: Mapping[int, Layout]) -> dict[int, dict[int, Shard]]:
     """The shards of each rank whose boxes other ranks also hold."""
     holders = Counter(
-        (placement.shard.tensor, placement.shard.box)
-        for layout in layouts.values()
-        for placement in layout.placements
+        (placement.shard.tensor, placement.shard.box) for layout in layouts.values() for placement in layout.placements
     )
     return {
         rank: {

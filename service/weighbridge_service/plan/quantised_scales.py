@@ -1,9 +1,9 @@
-"""Scales of quantised weights: factors and tables of packed tensors. Casting them would change all weights that are computed from them.
-Pure functions.
+"""Scales of quantised weights: factors and tables of packed tensors. Casting them would change all weights that are
+computed from them. Pure functions.
 
-bitsandbytes stores ``weight.absmax`` and ``weight.quant_map`` next to 4-bit weights and ``SCB`` next to 8-bit weights. GPTQ and AWQ use
-``scales``, compressed-tensors ``weight_scale``, FP8 in blocks ``weight_scale_inv``, MXFP4 ``..._scales``. Most have floating-point dtypes
-like other tensors.
+bitsandbytes stores ``weight.absmax`` and ``weight.quant_map`` next to 4-bit weights and ``SCB`` next to 8-bit weights.
+GPTQ and AWQ use ``scales``, compressed-tensors ``weight_scale``, FP8 in blocks ``weight_scale_inv``, MXFP4
+``..._scales``. Most have floating-point dtypes like other tensors.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ def scales_of(specs: Iterable[TensorSpec], *, quantised: bool) -> frozenset[str]
 
     Args:
         specs: specs of all tensors of a model.
-        quantised: whether the config declares quantised weights. If it does, a tensor is a scale if it has the name of a scale, or if it is
-            next to packed tensors and not a bias. Otherwise, it must both have the name of a scale and be next to packed tensors.
+        quantised: whether the config declares quantised weights. If it does, a tensor is a scale if it has the name of
+            a scale, or if it is next to packed tensors and not a bias. Otherwise, it must both have the name of a scale
+            and be next to packed tensors.
     """
     found = list(specs)
     packed = {spec.name for spec in found if spec.dtype.name in _PACKED or spec.dtype.name.startswith("F8_")}

@@ -18,13 +18,14 @@ class WeightMap:
         megatron: tensors of the trainer.
         hugging_face: tensors of the model.
         links: links from Megatron-core to Hugging Face.
-        copies: links to further Hugging Face tensors with the same elements. They are written on a push and not read on a restore.
-        padding: parts of the trainer's tensors without a counterpart (padded vocabulary), as name and box. They are dropped on the way to
-            Hugging Face, and are zero on the way back.
-        seen: shapes of the model's tensors whose last axis is split into two in links, because elements of different origin alternate along
-            it. With the split, two boxes suffice instead of one for each row.
-        shifts: constants that are added to each element of some of the trainer's tensors, by name, on the way to Hugging Face, including
-            copies, and subtracted on the way back.
+        copies: links to further Hugging Face tensors with the same elements. They are written on a push and not read on
+            a restore.
+        padding: parts of the trainer's tensors without a counterpart (padded vocabulary), as name and box. They are
+            dropped on the way to Hugging Face, and are zero on the way back.
+        seen: shapes of the model's tensors whose last axis is split into two in links, because elements of different
+            origin alternate along it. With the split, two boxes suffice instead of one for each row.
+        shifts: constants that are added to each element of some of the trainer's tensors, by name, on the way to
+            Hugging Face, including copies, and subtracted on the way back.
     """
 
     megatron: Mapping[str, TensorSpec]
@@ -36,12 +37,13 @@ class WeightMap:
     shifts: Mapping[str, float] = field(default_factory=dict)
 
     def as_seen(self, files: Layout) -> Layout:
-        """A layout of the model's whole tensors with the axes of the links (`seen`). The places of the bytes are unchanged."""
+        """A layout of the model's whole tensors with the axes of the links (`seen`).
+
+        The places of the bytes are unchanged.
+        """
         if not self.seen:
             return files
-        tensors = {
-            name: replace(spec, shape=self.seen.get(name, spec.shape)) for name, spec in files.tensors.items()
-        }
+        tensors = {name: replace(spec, shape=self.seen.get(name, spec.shape)) for name, spec in files.tensors.items()}
         placements = [
             p._replace(shard=p.shard._replace(box=Box.whole(self.seen[p.shard.tensor])))
             if p.shard.tensor in self.seen

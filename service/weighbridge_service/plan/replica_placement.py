@@ -1,8 +1,9 @@
-"""Placement of a push that several replicas of the service receive: the owner of each file, and the routes of all bytes.
+"""Placement of a push that several replicas of the service receive: the owner of each file, and the routes of all
+bytes.
 
-Each trainer rank declares to the replica on its own node. A file has one owner: the replica that can fill most of it from its own ranks.
-Ranks of other replicas push their parts of the file to its owner; no other data leaves their node. All functions are pure: replicas with
-the same declarations compute the same placement without communication.
+Each trainer rank declares to the replica on its own node. A file has one owner: the replica that can fill most of it
+from its own ranks. Ranks of other replicas push their parts of the file to its owner; no other data leaves their node.
+All functions are pure: replicas with the same declarations compute the same placement without communication.
 
 Replicas are numbered in the order of the lowest rank that pushes to them.
 """
@@ -38,7 +39,9 @@ class Spread:
         return [file for file, owner in self.owners.items() if owner == replica]
 
     def crossing(self, rank: int) -> RangeSet:
-        """The parts of a rank's stream that replicas other than its own need, including parts that its own also needs."""
+        """The parts of a rank's stream that replicas other than its own need, including parts that its own also
+        needs.
+        """
         home = self.homes[rank]
         return RangeSet(
             each for replica, meant in self.routes.get(rank, {}).items() if replica != home for each in meant
@@ -73,9 +76,7 @@ class FillableBytes:
         for rank, layout in enumerate(layouts):
             for placement in layout.placements:
                 holders[placement.shard.tensor, placement.shard.box].add(homes[rank])
-        could: dict[str, dict[int, int]] = {
-            placement.buffer: defaultdict(int) for placement in plan.target.placements
-        }
+        could: dict[str, dict[int, int]] = {placement.buffer: defaultdict(int) for placement in plan.target.placements}
         for key, files in self._to_files.items():
             for file, nbytes in files.items():
                 for home in holders[key]:
@@ -87,13 +88,14 @@ class FillableBytes:
         by_owner: dict[int, int] = defaultdict(int)
         for file, nbytes in self._to_files[tensor, box].items():
             by_owner[self.owners[file]] += nbytes
-        return bool(by_owner) and self._homes[rank] == max(
-            by_owner, key=lambda owner: (by_owner[owner], -owner)
-        )
+        return bool(by_owner) and self._homes[rank] == max(by_owner, key=lambda owner: (by_owner[owner], -owner))
 
 
 def _owners(could: Mapping[str, Mapping[int, int]], replicas: Sequence[int]) -> dict[str, int]:
-    """For each file, the replica that can fill most of it. If several can, the one with the fewest bytes to write so far."""
+    """For each file, the replica that can fill most of it.
+
+    If several can, the one with the fewest bytes to write so far.
+    """
     load = dict.fromkeys(replicas, 0)
     owners = {}
     for file, by_replica in sorted(could.items(), key=lambda item: (-sum(item[1].values()), item[0])):

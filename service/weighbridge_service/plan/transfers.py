@@ -1,7 +1,8 @@
 """Transfer: execution of a plan, range by range of a stream.
 
-One side of the plan is a stream, which is sent in messages that may end anywhere. The other side is the files of an image. Each range of the
-stream is compiled to a list of strided copies. The list is cached, because every version with the same layouts has the same messages.
+One side of the plan is a stream, which is sent in messages that may end anywhere. The other side is the files of an
+image. Each range of the stream is compiled to a list of strided copies. The list is cached, because every version with
+the same layouts has the same messages.
 """
 
 from __future__ import annotations
@@ -86,16 +87,13 @@ class Transfer:
             if placement.nbytes:
                 self._order.setdefault(placement.buffer, []).append(index)
         self._starts = {
-            buffer: [self._stream.placements[i].offset for i in order]
-            for buffer, order in self._order.items()
+            buffer: [self._stream.placements[i].offset for i in order] for buffer, order in self._order.items()
         }
         self._ranges: dict[tuple[str, int, int], _Range] = {}
         self._filled: dict[tuple[str, int, int], Mapping[str, int]] = {}
         self._shards: dict[str, StreamShards] = {}
 
-    def scatter(
-        self, data: Any, offset: int, files: Mapping[str, Bytes], buffer: str = STREAM
-    ) -> Mapping[str, int]:
+    def scatter(self, data: Any, offset: int, files: Mapping[str, Bytes], buffer: str = STREAM) -> Mapping[str, int]:
         """Copy a range of a stream to its places in the files.
 
         Args:
@@ -136,9 +134,7 @@ class Transfer:
             files[piece.file].copy_to(target, piece.file_offset, piece.file_strides)
         return stream.data
 
-    def collect(
-        self, start: int, stop: int, files: Mapping[str, Bytes], buffer: str = STREAM
-    ) -> Bytes | None:
+    def collect(self, start: int, stop: int, files: Mapping[str, Bytes], buffer: str = STREAM) -> Bytes | None:
         """Gather a range of a stream from its places in the files; the inverse of `scatter`.
 
         Args:
@@ -189,10 +185,7 @@ class Transfer:
         return found
 
     def _nbytes(self, part: _Part) -> int:
-        return (
-            part.other_box.volume
-            * self.files.tensors[self.files.placements[part.other].shard.tensor].dtype.itemsize
-        )
+        return part.other_box.volume * self.files.tensors[self.files.placements[part.other].shard.tensor].dtype.itemsize
 
     def filled(self, start: int, stop: int, buffer: str = STREAM) -> Mapping[str, int]:
         """Number of bytes that a range of a stream fills in each file; the result of `scatter` without the copies."""
@@ -280,7 +273,9 @@ def _row_major(extent: tuple[int, ...]) -> tuple[int, ...]:
 def _merged(
     shape: tuple[int, ...], ours: tuple[int, ...], theirs: list[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """The same elements with as few axes as possible: axes of extent one are dropped, and axes that are dense together are merged."""
+    """The same elements with as few axes as possible: axes of extent one are dropped, and axes that are dense together
+    are merged.
+    """
     merged: list[tuple[int, int, int]] = []
     for extent, a, b in zip(shape, ours, theirs, strict=True):
         if extent == 1:

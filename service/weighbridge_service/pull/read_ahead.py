@@ -36,9 +36,7 @@ class ReadAhead:
         room: maximum bytes of the window, both in the stream and in requested blocks.
     """
 
-    def __init__(
-        self, files: Mapping[str, FileBytes], steps: Iterator[ReadStep], room: int = AHEAD_BYTES
-    ) -> None:
+    def __init__(self, files: Mapping[str, FileBytes], steps: Iterator[ReadStep], room: int = AHEAD_BYTES) -> None:
         self._files = files
         self._steps = steps
         self._room = room
@@ -51,9 +49,7 @@ class ReadAhead:
         for kept, end in list(self._kept.values()):
             if end <= position:
                 self._release(kept)
-        while (
-            self._next is not None and self._nbytes < self._room and self._next.end <= position + self._room
-        ):
+        while self._next is not None and self._nbytes < self._room and self._next.end <= position + self._room:
             if self._next.end > position and not self._prepare(self._next):
                 return
             self._next = next(self._steps, None)

@@ -82,9 +82,7 @@ class Reading:
     def __post_init__(self) -> None:
         if self.offset > self.layout.nbytes:
             self.close()
-            raise InvalidArgument(
-                f"the stream has {self.layout.nbytes} bytes; it cannot begin at {self.offset}"
-            )
+            raise InvalidArgument(f"the stream has {self.layout.nbytes} bytes; it cannot begin at {self.offset}")
 
     def close(self) -> None:
         """Close the version. Only needed if not all pieces were taken."""

@@ -40,10 +40,12 @@ from weighbridge_storage.memory.images import Hold
 from weighbridge_storage.versions.reading import open_version
 
 _KEPT_CASTS = 250_000
-"""Maximum number of slices and shards in cached casts, over all models: pulls in another dtype, and restores that add constants."""
+"""Maximum number of slices and shards in cached casts, over all models: pulls in another dtype, and restores that add
+constants.
+"""
 _LATELY_SECONDS = 1.0
-"""Maximum age in seconds of a head that is reused for versions in memory. A version that another replica removes from history stays
-readable for much longer.
+"""Maximum age in seconds of a head that is reused for versions in memory. A version that another replica removes from
+history stays readable for much longer.
 """
 _KEPT_OPEN = 16
 """Number of durable versions whose files stay open, or in the read cache, after a pull."""
@@ -66,7 +68,10 @@ class GrantedVersion:
     places: Mapping[str, Place]
 
     def leave_open(self) -> None:
-        """Record that the reader has disconnected without releasing the slices. Their memory is not reused while a process still maps it."""
+        """Record that the reader has disconnected without releasing the slices.
+
+        Their memory is not reused while a process still maps it.
+        """
         for place in self.places.values():
             place.leave_open()
 
@@ -116,9 +121,7 @@ class Serving:
             self.bytes_out += nbytes
             self.bytes_out_locally += nbytes
 
-    def plan_pull(
-        self, name: str, version: str, request: LayoutRequest, dtype: str = ""
-    ) -> tuple[Version, Layout]:
+    def plan_pull(self, name: str, version: str, request: LayoutRequest, dtype: str = "") -> tuple[Version, Layout]:
         """The version that a pull would read, and the layout of its slices, after a cast if a dtype is given."""
         model_name = ModelName.parse(name)
         found = self._catalog.resolve(model_name, version)
@@ -135,7 +138,9 @@ class Serving:
         dtype: str = "",
         striping: Striping = WHOLE,
     ) -> Reading:
-        """Open slices of a version as a stream, or one stripe of it, from byte ``offset`` on, with a cast if a dtype is given."""
+        """Open slices of a version as a stream, or one stripe of it, from byte ``offset`` on, with a cast if a dtype is
+        given.
+        """
         model_name = ModelName.parse(name)
         model, version = self._model_of(model_name, version)
         layout = model.pull_layout(request)
@@ -153,9 +158,7 @@ class Serving:
         model, version = self._model_of(model_name, version)
         return self._granted(model, self._open(model_name, version), request)
 
-    def grant_arriving(
-        self, version: Version, arriving: ArrivingVersion, request: LayoutRequest
-    ) -> GrantedVersion:
+    def grant_arriving(self, version: Version, arriving: ArrivingVersion, request: LayoutRequest) -> GrantedVersion:
         """Open slices of a version that is still being received, for in-place reads by a process on this machine.
 
         Closing the result releases the hold on the image.
@@ -164,13 +167,9 @@ class Serving:
             InvalidArgument: the slices do not fit the version.
         """
         model, image = arriving.model, arriving.image
-        return self._granted(
-            model, OpenedVersion(version, model.files, image.file_bytes, arriving.hold), request
-        )
+        return self._granted(model, OpenedVersion(version, model.files, image.file_bytes, arriving.hold), request)
 
-    def _granted(
-        self, model: RegisteredModel, opened: OpenedVersion, request: LayoutRequest
-    ) -> GrantedVersion:
+    def _granted(self, model: RegisteredModel, opened: OpenedVersion, request: LayoutRequest) -> GrantedVersion:
         """Slices of an open version for in-place reads. Closes the version on an error."""
         try:
             layout = model.pull_layout(request)
@@ -202,9 +201,7 @@ class Serving:
         key = layout.digest, tuple(shifts.items())
         return self._casts.get_or_make(key, lambda: Casting(layout, None, shifts=shifts))
 
-    def restore(
-        self, name: str, version: str, layout: Layout, offset: int, striping: Striping = WHOLE
-    ) -> Reading:
+    def restore(self, name: str, version: str, layout: Layout, offset: int, striping: Striping = WHOLE) -> Reading:
         """Open the shards of a trainer rank as a stream, or one stripe of it, from byte ``offset`` on."""
         model_name = ModelName.parse(name)
         model = self._mapped(model_name)
@@ -228,7 +225,9 @@ class Serving:
         return megatron_layout(model.bridge, model.tensors, rank, experts_apart=True)
 
     def registered_tensors(self, name: str, declared: Layout) -> Layout:
-        """The declared tensors of a trainer that belong to the model, by Megatron-core's names, in the registered dtypes."""
+        """The declared tensors of a trainer that belong to the model, by Megatron-core's names, in the registered
+        dtypes.
+        """
         model = self._mapped(ModelName.parse(name))
         found = registered_specs(model.bridge, model.tensors, declared.tensors.values())
         return Layout.stream(found, [])
@@ -244,7 +243,10 @@ class Serving:
         return self._mapped(ModelName.parse(name)).pull_layout(FullTensors())
 
     def _mapped(self, name: ModelName) -> RegisteredModel:
-        """A model that is not an adapter and whose versions all have the same tensors. Raises InvalidArgument for other models."""
+        """A model that is not an adapter and whose versions all have the same tensors.
+
+        Raises InvalidArgument for other models.
+        """
         model = self._catalog.model(name)
         if model.by_version:
             raise InvalidArgument(
@@ -254,7 +256,8 @@ class Serving:
         if model.is_adapter:
             raise InvalidArgument(
                 f"{name} is an adapter, and trainers push whole models and restore them",
-                fix="push it by push_adapter(model, peft_model, base=...), load it with peft, or push and restore the merged model under another name: "
+                fix="push it by push_adapter(model, peft_model, base=...), load it with peft, or "
+                "push and restore the merged model under another name: "
                 "docs/adapters.md",
             )
         return model
@@ -262,7 +265,8 @@ class Serving:
     def _model_of(self, name: ModelName, version: str) -> tuple[RegisteredModel, str]:
         """A model with the tensors of a version, and the version as a string.
 
-        If each version has its own tensors, the string is the version's number, because a ref may move before the version is opened.
+        If each version has its own tensors, the string is the version's number, because a ref may move before the
+        version is opened.
         """
         model = self._catalog.model(name)
         if not model.by_version:
@@ -286,7 +290,8 @@ class Serving:
             files = model.files
         if hold is not None and files is not None and in_image.keys() == files.file_sizes.keys():
             return OpenedVersion(found, files, in_image, hold)
-        # if several replicas have received the version together, each holds some of the files in memory and reads the others
+        # if several replicas have received the version together, each holds some of the files in memory and reads the
+        # others
         try:
             opened = None if files is None else self._open_elsewhere(name, found, files, asked_ms)
             if opened is None:
@@ -335,9 +340,7 @@ class Serving:
         # register as a reader of the store, since the remaining blocks come from there once the version is durable
         return OpenedVersion(found, files, sources, self._readers.begin(name, number, asked_ms))
 
-    def _open_durable(
-        self, name: ModelName, found: Version, history: History | None, asked_ms: int
-    ) -> OpenedVersion:
+    def _open_durable(self, name: ModelName, found: Version, history: History | None, asked_ms: int) -> OpenedVersion:
         if history is None or not found.state.stored:
             history = self._catalog.history(name)  # the version may have become durable since the first read
             found = self._catalog.resolve(name, str(found.number), history)
@@ -357,8 +360,8 @@ class Serving:
                 damaged = {name: file.identity for name, file in sources.items() if file.damaged}
                 if damaged:
                     again = open_it()
-                    # until all damaged files are restored, keep the old sources: only they know which parts are damaged, and reject reads
-                    # of these parts that are too small to be compared with a digest
+                    # until all damaged files are restored, keep the old sources: only they know which parts are
+                    # damaged, and reject reads of these parts that are too small to be compared with a digest
                     if all(again[1][name].identity != identity for name, identity in damaged.items()):
                         files, sources = self._opened.put_instead(key, opened, again)
         except BaseException:
@@ -374,7 +377,10 @@ class Serving:
         casting: Casting | None,
         transfer_of: Callable[[Layout, Layout], Transfer],
     ) -> Reading:
-        """A stream of an open version. The stream closes the version at its end; if it cannot be created, the version is closed at once."""
+        """A stream of an open version.
+
+        The stream closes the version at its end; if it cannot be created, the version is closed at once.
+        """
         try:
             reader = StreamReader(transfer_of(opened.files.layout, layout), opened.sources, layout.nbytes)
         except BaseException:

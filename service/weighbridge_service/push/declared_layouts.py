@@ -1,4 +1,7 @@
-"""Layouts that the ranks of one version have declared. They are kept until the plan is made, even if the model forgets them earlier."""
+"""Layouts that the ranks of one version have declared.
+
+They are kept until the plan is made, even if the model forgets them earlier.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,10 @@ class EffectPools:
         return self._stopping.is_set()
 
     def submit(self, effect: do.Effect, carry_out: Callable[[], None]) -> None:
-        """Queue an effect. It never runs if the service stops first. Raises ResourceExhausted if the system has no thread for it."""
+        """Queue an effect. It never runs if the service stops first.
+
+        Raises ResourceExhausted if the system has no thread for it.
+        """
         with suppress(Unavailable):
             self._pools[effect.POOL].submit(carry_out).add_done_callback(_log_failure)
 

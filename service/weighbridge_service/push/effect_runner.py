@@ -1,4 +1,7 @@
-"""Runner of the effects of one push: plans, memory, digests, the object store. The state machine makes all decisions."""
+"""Runner of the effects of one push: plans, memory, digests, the object store.
+
+The state machine makes all decisions.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,10 @@ class Surroundings(Protocol):
 
 
 class Owner(Protocol):
-    """Session whose effects are carried out. The runner keeps no reference to it, so that both are freed as soon as the push has ended."""
+    """Session whose effects are carried out.
+
+    The runner keeps no reference to it, so that both are freed as soon as the push has ended.
+    """
 
     surroundings: Surroundings
 
@@ -98,7 +104,8 @@ class EffectRunner:
         image: holds the bytes of a version that this replica has taken over from another one.
 
     Attributes:
-        model: the registration under which the version was opened. If each version has its own tensors, it contains the tensors that the ranks
+        model: the registration under which the version was opened. If each version has its own tensors, it contains the
+            tensors that the ranks
                 have declared, once the plan is made.
         layouts: layouts that its ranks have declared.
         writer: the data plane; None before there is an image.
@@ -140,8 +147,8 @@ class EffectRunner:
         self._handed_in.setdefault(replica, written)
 
     def run(self, effect: do.Effect, state: PushState, owner: Owner) -> on.Event | None:
-        """Carry an effect out. Returns the event that answers it, or `EffectFailed` on errors. Returns None if no event answers the effect, or if a
-        later event does."""
+        """Carry an effect out. Returns the event that answers it, or `EffectFailed` on errors. Returns None if no event
+        answers the effect, or if a later event does."""
         try:
             return self.carry_out(effect, state, owner)
         except WeighbridgeError as error:
@@ -234,7 +241,9 @@ class EffectRunner:
         return None
 
     def follow_up(self, effect: do.Effect, answer: on.Event | None, state: PushState) -> None:
-        """Finish an effect after the session has applied its answer: clean up after an ended push, begin to fill a new image."""
+        """Finish an effect after the session has applied its answer: clean up after an ended push, begin to fill a new
+        image.
+        """
         if state.phase in FINAL:
             self._leave_line()  # the effect may have queued for an image after the end
         given_up = state.gave_up or state.phase in (Phase.FAILED, Phase.ABORTED)
@@ -273,12 +282,17 @@ class EffectRunner:
             self._request.leave()
 
     def planned(self, state: PushState) -> None:
-        """Release the layouts once the plan is made, except those that this replica has yet to offer to other replicas."""
+        """Release the layouts once the plan is made, except those that this replica has yet to offer to other
+        replicas.
+        """
         spreading = state.limits.spreading
         self.layouts.let_go(lambda digest: spreading and not self.model.is_offered(digest))
 
     def forget(self) -> None:
-        """Drop the data plane, digests and layouts of a push that has ended. Its session is kept for a while, and digests are large."""
+        """Drop the data plane, digests and layouts of a push that has ended.
+
+        Its session is kept for a while, and digests are large.
+        """
         self.writer = None
         self._digests, self._handed_in = {}, {}
         self.layouts.let_go(lambda _digest: False)
@@ -335,9 +349,7 @@ class EffectRunner:
             share = HandedShare(state.share.me, agreed.homes, spread.owners, agreed.handovers)
         nonfinite = state.holding.known
         handed = HandedVersion(self.model, entry, agreed.claim, state.ready_ms, ranks, share, nonfinite)
-        memory_wait = (
-            seconds / 2 / max(len(state.successors), 1)
-        )  # the rest is for reading, and for the next ones
+        memory_wait = seconds / 2 / max(len(state.successors), 1)  # the rest is for reading, and for the next ones
         try:
             self._successors.hand_over(to, handed, seconds, memory_wait)
         except (DeadlineExceeded, Unavailable):
@@ -398,9 +410,7 @@ class EffectRunner:
         try:
             self._exchange.clear()
         except WeighbridgeError as error:  # the next collection does it
-            log.info(
-                "%s: the documents that replicas exchanged stay in the store for now: %s", state.name, error
-            )
+            log.info("%s: the documents that replicas exchanged stay in the store for now: %s", state.name, error)
 
 
 def _agreed(state: PushState) -> Agreement:

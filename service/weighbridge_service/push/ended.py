@@ -1,7 +1,7 @@
 """Record of an ended push: a small value that tells the ranks that pushed the version its outcome.
 
-A session holds its model, its plan and the data plane. None of these is needed once the push has ended and its image is released. Without this
-record, a process that receives versions of many models would keep all of them for every push.
+A session holds its model, its plan and the data plane. None of these is needed once the push has ended and its image is
+released. Without this record, a process that receives versions of many models would keep all of them for every push.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class EndedPush:
         clients: processes that have declared a rank here.
         share_number: number of this process's share of the version; None if no plan was made.
         lengths: length of each rank's stream, in bytes; empty if no plan was made.
-        declared_ms, sealed_ms: when each rank declared here and when it was sealed, in milliseconds since 1970 UTC; 0 if it never did.
+        declared_ms, sealed_ms: when each rank declared here and when it was sealed, in milliseconds since 1970 UTC; 0
+            if it never did.
         received, meant: bytes of each rank's stream that arrived at this replica, and that belong to it.
         elsewhere: ranks that have pushed to other replicas.
     """
@@ -82,7 +83,10 @@ class EndedPush:
 
     @property
     def handed_in(self) -> Written | None:
-        """None. See `PushSession.handed_in`. The other replicas have already read the files' names, or read the version's manifest."""
+        """None. See `PushSession.handed_in`.
+
+        The other replicas have already read the files' names, or read the version's manifest.
+        """
         return None
 
     def takes_part(self, client_id: str) -> bool:
@@ -110,10 +114,7 @@ class EndedPush:
     def progress(self) -> PushProgress:
         """See `PushSession.progress`."""
         columns = zip(self.declared_ms, self.sealed_ms, self.received, self.meant, strict=True)
-        ranks = (
-            RankProgress(rank, *figures, elsewhere=rank in self.elsewhere)
-            for rank, figures in enumerate(columns)
-        )
+        ranks = (RankProgress(rank, *figures, elsewhere=rank in self.elsewhere) for rank, figures in enumerate(columns))
         return PushProgress(tuple(ranks), ended_ms=self.state.ended_ms)
 
     def abort(self) -> None:

@@ -1,4 +1,6 @@
-"""Handover of a version: the data that a stopping replica sends to another one in addition to the files, and the interface for it."""
+"""Handover of a version: the data that a stopping replica sends to another one in addition to the files, and the
+interface for it.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,10 @@ class Successors(Protocol):
         """Replicas that have not announced that they stop."""
 
     def leave(self) -> frozenset[tuple[str, int]]:
-        """Announce to the others that this replica stops. Returns model and number of the versions that they receive together with it."""
+        """Announce to the others that this replica stops.
+
+        Returns model and number of the versions that they receive together with it.
+        """
 
     def hand_over(self, to: Home, version: HandedVersion, seconds: float, memory_wait: float) -> None:
         """Hand a version over. Returns when the other replica has all of its bytes and owns it.

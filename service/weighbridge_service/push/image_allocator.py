@@ -34,7 +34,9 @@ class VersionRequest:
         self._left = False
 
     def take(self) -> Image:
-        """The image, with the headers of its files written. Allocates it if it is this version's turn and there is memory.
+        """The image, with the headers of its files written.
+
+        Allocates it if it is this version's turn and there is memory.
 
         Raises:
             ResourceExhausted: memory is short now; without a `retry_after`, the image will never fit.
@@ -88,7 +90,9 @@ class ImageAllocator:
         return VersionRequest(self._pool, model, number, names)
 
     def make_ahead(self, model: RegisteredModel, names: Collection[str]) -> int:
-        """Allocate memory for the version after the one that is being pushed. Returns the number of images that fit into the memory.
+        """Allocate memory for the version after the one that is being pushed.
+
+        Returns the number of images that fit into the memory.
 
         Args:
             model: the model.

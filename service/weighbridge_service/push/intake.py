@@ -135,7 +135,10 @@ class Intake:
         return Pending(found, min(seconds, _LONG_POLL), answer, lambda: session.leave(found), in_memory=True)
 
     def _sent_on(self, error: ReceivedElsewhere) -> Declared:
-        """Answer that sends a rank to the replica which receives the version alone. Raises the error if that replica is not known."""
+        """Answer that sends a rank to the replica which receives the version alone.
+
+        Raises the error if that replica is not known.
+        """
         if not self.opener.has_replica_at(error.address):
             raise error
         return Declared(push_at=error.address)
@@ -148,7 +151,9 @@ class Intake:
         return writer.take(rank, pieces, self._count)
 
     def write_of_other(self, name: str, number: int, rank: int, claim: str, pieces: Pieces) -> int:
-        """Write pieces of the stream of a rank that has declared at another replica. Returns the number of bytes written.
+        """Write pieces of the stream of a rank that has declared at another replica.
+
+        Returns the number of bytes written.
 
         Raises:
             Unavailable: no rank has declared here yet; retry.
@@ -166,7 +171,9 @@ class Intake:
             self.bytes_in += nbytes
 
     def grant_image(self, name: str, number: int, rank: int, client_id: str) -> MemoryGrant:
-        """Grant the image to a rank's process on this machine, which writes its stream to it directly. See `ImageWriter.grant`.
+        """Grant the image to a rank's process on this machine, which writes its stream to it directly.
+
+        See `ImageWriter.grant`.
 
         Memory for the next version is allocated in the background, since the process will push again.
         """
@@ -185,9 +192,7 @@ class Intake:
         session = self.opener.find(name, number)
         return session.snapshot.version, session.arriving()
 
-    def end_grant(
-        self, grant: MemoryGrant, *, complete: bool, sample: Sequence[tuple[int, int, int]] = ()
-    ) -> None:
+    def end_grant(self, grant: MemoryGrant, *, complete: bool, sample: Sequence[tuple[int, int, int]] = ()) -> None:
         """End the grant of a rank's process. See `ImageWriter.end_grant`."""
         nbytes = grant.writer.end_grant(grant, complete=complete, sample=sample)
         with self._counting:
@@ -195,18 +200,24 @@ class Intake:
             self.bytes_in_locally += nbytes
 
     def warm(self, name: str) -> tuple[int, int]:
-        """Allocate memory for a model's next versions now. Returns the number of images that fit into the memory, and the bytes of one image.
+        """Allocate memory for a model's next versions now.
+
+        Returns the number of images that fit into the memory, and the bytes of one image.
 
         Raises:
             NotFound: the model is not registered.
-            FailedPrecondition: replicas may share versions, and the files of this one are known only when a version is planned.
+            FailedPrecondition: replicas may share versions, and the files of this one are known only when a version is
+                planned.
             Unavailable: the service is shutting down.
         """
         if self.opener.draining:
             raise Unavailable("the service is shutting down")
         if self._spreading:
             raise FailedPrecondition(
-                "with --advertise, which files of a version this service assembles is known only when the version is planned",
+                (
+                    "with --advertise, which files of a version this service assembles is known "
+                    "only when the version is planned"
+                ),
                 fix="push once: memory for the next version is allocated meanwhile",
             )
         model = self._catalog.model(ModelName.parse(name))
@@ -253,9 +264,7 @@ class Intake:
 
         def answer(sealed: bool) -> Version:
             if not sealed:
-                raise DeadlineExceeded(
-                    f"rank {rank} could not be sealed in time: {push.name_waits()}", fix="try again"
-                )
+                raise DeadlineExceeded(f"rank {rank} could not be sealed in time: {push.name_waits()}", fix="try again")
             found.result()
             return push.snapshot.version
 
@@ -277,15 +286,16 @@ class Intake:
             number: number of the version.
             reason: reason in the error that its ranks get.
             seconds: timeout of the caller.
-            refused: id of the calling process, if its rank cannot take part; empty otherwise. Ranks that open the version later get the
-                error, too.
+            refused: id of the calling process, if its rank cannot take part; empty otherwise. Ranks that open the
+                version later get the error, too.
             refused_rank: that rank, if it was refused before it declared a layout.
 
         Raises:
             InvalidArgument: ``refused`` is not a valid id of a process.
             AlreadyExists: the refused rank has declared a layout and takes part.
             FailedPrecondition: the version is visible already, and nothing keeps it from becoming durable.
-            DeadlineExceeded: the version was not aborted within ``seconds``. The error names what the version waits for.
+            DeadlineExceeded: the version was not aborted within ``seconds``. The error names what the version waits
+                for.
         """
         model_name = ModelName.parse(name)
         reason = shortened(reason, 500) or "aborted"
@@ -343,8 +353,9 @@ class Intake:
     def drain(self, seconds: float) -> bool:
         """Refuse new versions, and wait for the current ones or hand them over. Returns whether no version is lost.
 
-        The replica first announces to the others that it stops. Ranks still push those versions to it that are open by then; later versions
-        are opened without it. It hands over a version that is not durable after half of the time, or that the store does not accept.
+        The replica first announces to the others that it stops. Ranks still push those versions to it that are open by
+        then; later versions are opened without it. It hands over a version that is not durable after half of the time,
+        or that the store does not accept.
 
         Args:
             seconds: timeout of the whole shutdown.
@@ -372,7 +383,9 @@ class Intake:
         return not lost
 
     def _finish(self, counted_on: Iterable[tuple[str, int]], until: float) -> None:
-        """Wait until all versions are finished that this replica receives, or that other replicas expect it to receive."""
+        """Wait until all versions are finished that this replica receives, or that other replicas expect it to
+        receive.
+        """
         expected = list(counted_on)
         while now().seconds < until:
             for session in self._registry.all():

@@ -126,13 +126,15 @@ class Opener:
     ) -> Version:
         """Open a new version, or return the version that this request has opened before.
 
-        The first version of a part registers the part. The caller chooses the numbers of a part's versions: ``at_least`` is the lowest
-        number that a new version gets, which is that of the weights with which the part is pushed.
+        The first version of a part registers the part. The caller chooses the numbers of a part's versions:
+        ``at_least`` is the lowest number that a new version gets, which is that of the weights with which the part is
+        pushed.
 
-        A request whose version has ended opens a new one, unless the caller took part in the ended version. The metadata and flags in
-        ``said`` are added to those that other ranks have sent. A new version counts toward the quotas of its namespace and of the identity
-        of ``by``, the peer that opens it; the version keeps the name, in the policy, of the first rank's identity. ``call_age_s`` is the
-        number of seconds since the trainer called for the push, by the rank's clock; None if unknown.
+        A request whose version has ended opens a new one, unless the caller took part in the ended version. The
+        metadata and flags in ``said`` are added to those that other ranks have sent. A new version counts toward the
+        quotas of its namespace and of the identity of ``by``, the peer that opens it; the version keeps the name, in
+        the policy, of the first rank's identity. ``call_age_s`` is the number of seconds since the trainer called for
+        the push, by the rank's clock; None if unknown.
 
         Raises:
             NotFound: the model is not registered.
@@ -160,9 +162,7 @@ class Opener:
         said = replace(said, metadata=own)
         identity, called = (EVERYBODY, "") if by is None else (by.identity, by.name)
         asked_for = (step, run, ranks)
-        find = partial(
-            self._opened_before, model_name, asked_for, request_id, client_id, said, wanted, digest
-        )
+        find = partial(self._opened_before, model_name, asked_for, request_id, client_id, said, wanted, digest)
         if (there := find()) is not None:
             return there
         if model_name.part and at_least >= self._catalog.register_part(model_name).next_version:
@@ -215,11 +215,7 @@ class Opener:
                     check_same_adapter(entry.number, opened, digest)
             if is_alone_elsewhere(entry, self._home):  # ranks are sent to that replica when they declare
                 return replace(version_opened(model, entry), held=entry.held)
-            if (
-                isinstance(joined, PushSession)
-                and joined.number == entry.number
-                and entry.number in receiving
-            ):
+            if isinstance(joined, PushSession) and joined.number == entry.number and entry.number in receiving:
                 joined.post(on.Described(entry))
                 return replace(joined.snapshot.version, held=entry.held, metadata=entry.metadata)
             session = self._begin(model_name, entry, head, client_id, Beginning(call_age_s) if new else None)
@@ -250,7 +246,8 @@ class Opener:
         return self.leaving is not None
 
     def _room_for(self, model: RegisteredModel) -> int:
-        """Bytes of the namespace's quota that a new version of a model uses; 0 if there is no quota, or if the number is not known yet.
+        """Bytes of the namespace's quota that a new version of a model uses; 0 if there is no quota, or if the number
+        is not known yet.
 
         If each version has its own tensors, the next one counts as many bytes as the newest until it is durable.
         """
@@ -286,8 +283,8 @@ class Opener:
             FailedPrecondition: ``as_registered``, and the registration has changed.
             VersionFailed: the version would be new, and a rank of the push was refused.
             ResourceExhausted: the version is new, and the quota of the namespace is used up.
-            Unavailable: the version would be new, but was not counted, because the version that was open has just ended; or the model has
-                become an adapter in the meantime, or has ceased to be one.
+            Unavailable: the version would be new, but was not counted, because the version that was open has just
+                ended; or the model has become an adapter in the meantime, or has ceased to be one.
         """
 
         name = model.name
@@ -312,16 +309,17 @@ class Opener:
         try:
             self._quotas.stored.take_room(name, entry.nbytes)
         except WeighbridgeError as error:
-            with suppress(
-                WeighbridgeError
-            ):  # otherwise all replicas see it as abandoned once its lease has expired
+            with suppress(WeighbridgeError):  # otherwise all replicas see it as abandoned once its lease has expired
                 self.give_up(name, entry.number, error.message)
             raise
         return entry, head, True
 
     @contextmanager
     def opening(self, name: ModelName) -> Iterator[None]:
-        """Lock under which one version of a model is opened at a time. Raises Unavailable after `Limits.opening_wait`."""
+        """Lock under which one version of a model is opened at a time.
+
+        Raises Unavailable after `Limits.opening_wait`.
+        """
         lock = self._openings[hash(name) % _OPENINGS]
         if not lock.acquire(timeout=self._limits.opening_wait):
             # all ranks of a push call at once, and each one that waits blocks a thread of the service
@@ -344,7 +342,9 @@ class Opener:
         base: str,
         digest: str,
     ) -> Version | None:
-        """Version that this request has opened before; None if there is none, or if head.json lacks some of ``said``."""
+        """Version that this request has opened before; None if there is none, or if head.json lacks some of
+        ``said``.
+        """
         push = self._registry.of_request(name, request_id)
         if push is None:
             return None
@@ -362,10 +362,11 @@ class Opener:
         return version if version.state.visible or is_known(push.state, said) else None
 
     def _check_room(self, by: str) -> None:
-        """Raise ResourceExhausted if an identity of this name may open no further version, Unavailable if the replica is closed.
+        """Raise ResourceExhausted if an identity of this name may open no further version, Unavailable if the replica
+        is closed.
 
-        An identity with a name that receives more than a quarter of `max_receiving` must leave a quarter free for others. Callers without a
-        name cannot be distinguished, and have no such limit.
+        An identity with a name that receives more than a quarter of `max_receiving` must leave a quarter free for
+        others. Callers without a name cannot be distinguished, and have no such limit.
         """
         if self.closed:
             raise _shutting_down()
@@ -431,7 +432,9 @@ class Opener:
     def session(
         self, state: PushState, model: RegisteredModel, entry: OpenEntry, client_id: str, image: Image | None
     ) -> PushSession:
-        """New session in this state, not entered in the registry; ``image`` is the one that it holds already, if any."""
+        """New session in this state, not entered in the registry; ``image`` is the one that it holds already, if
+        any.
+        """
         store, first_version = self._catalog.store, first_version_of(model.files_id)
         publisher = Publisher(store, self._catalog.heads, model, entry, self._home)
         exchange = Exchange(store, model.name, entry.number, self._home, first_version)
@@ -440,7 +443,10 @@ class Opener:
         return PushSession(state, client_id, runner, self._pools, self._timers, self._registry, observer)
 
     def find(self, name: str, number: int) -> PushSession:
-        """Session of a version that is being received here. Raises like `find_push`; if the push has ended, like `EndedPush.refuse`."""
+        """Session of a version that is being received here.
+
+        Raises like `find_push`; if the push has ended, like `EndedPush.refuse`.
+        """
         push = self.find_push(name, number)
         if isinstance(push, EndedPush):
             push.refuse()
@@ -465,18 +471,14 @@ class Opener:
             raise VersionFailed(why_failed(there), fix="push the step again on all ranks")
         said = f"{name}@{number} is not being received"
         if entry is not None:  # no replica has claimed it in the head: the next push continues it
-            raise VersionFailed(
-                said, fix="the service was restarted since it was opened: push the step again"
-            )
+            raise VersionFailed(said, fix="the service was restarted since it was opened: push the step again")
         raise NotFound(said, fix="the service may have been restarted since it was opened: push again")
 
     def _give_up_if_lost(self, name: ModelName, entry: OpenEntry) -> None:
         """Give up an open version if an earlier process at this address had received bytes of it, which are lost."""
         exchange = Exchange(self._catalog.store, name, entry.number, self._home)
         try:
-            lost = alone_at(entry) == self._home.address or (
-                self._limits.spreading and exchange.was_here_before()
-            )
+            lost = alone_at(entry) == self._home.address or (self._limits.spreading and exchange.was_here_before())
         except WeighbridgeError as error:
             log.warning("could not read which replica receives %s@%d: %s", name, entry.number, error)
             return
@@ -510,7 +512,10 @@ class Opener:
         return any(each.address == address for each in self._facilities.successors.others())
 
     def close(self, seconds: float) -> None:
-        """Take part in no further versions. Returns once the versions that are being opened are entered in the registry, or on timeout."""
+        """Take part in no further versions.
+
+        Returns once the versions that are being opened are entered in the registry, or on timeout.
+        """
         self.closed = True
         self.wait_for_openings(seconds)
 

@@ -1,6 +1,8 @@
-"""Pending answers of a push: futures, the calls that wait for them, and the result of each when it is done or times out.
+"""Pending answers of a push: futures, the calls that wait for them, and the result of each when it is done or times
+out.
 
-Ranks wait for each other for seconds or minutes. The handler of a call decides how to wait: on an event loop, a wait does not need a thread.
+Ranks wait for each other for seconds or minutes. The handler of a call decides how to wait: on an event loop, a wait
+does not need a thread.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ class Pending(Generic[T]):
     Attributes:
         future: done when the push has answered; cannot be cancelled.
         seconds: timeout of the wait.
-        finish: returns the result, or raises. The handler calls it once the future is done or the timeout has passed; the argument is
-            whether the future is done.
+        finish: returns the result, or raises. The handler calls it once the future is done or the timeout has passed;
+            the argument is whether the future is done.
         leave: ends the wait; harmless if the future is done.
         in_memory: whether `finish` makes no call of the store, so that an event loop can run it.
     """

@@ -1,4 +1,7 @@
-"""Publisher of one version: reads and writes of a push in the object store. Every method blocks, and raises WeighbridgeError."""
+"""Publisher of one version: reads and writes of a push in the object store.
+
+Every method blocks, and raises WeighbridgeError.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,10 @@ class Publisher:
         self.heads.update(self.model.name, lambda head: (claim_version(head, number, claim, holder), None))
 
     def renew(self, seconds: float) -> None:
-        """Renew the lease of the open version until ``seconds`` from now. Raises VersionFailed if the version is no longer open."""
+        """Renew the lease of the open version until ``seconds`` from now.
+
+        Raises VersionFailed if the version is no longer open.
+        """
         number, until_ms = self.entry.number, unix_ms() + round(seconds * 1000)
         self.heads.update(self.model.name, lambda head: (renew_version(head, number, until_ms), None))
 
@@ -153,9 +159,7 @@ class Publisher:
         """Drop the manifest of the parent version."""
         self.__dict__.pop("_parent", None)
 
-    def upload(
-        self, file: str, data: ByteArray, digests: FileDigests | None, go_on: Callable[[], None]
-    ) -> bool:
+    def upload(self, file: str, data: ByteArray, digests: FileDigests | None, go_on: Callable[[], None]) -> bool:
         """Put a file of weights into the store, or copy it there from the parent version if that has the same file.
 
         Args:
@@ -171,9 +175,7 @@ class Publisher:
         if parent is not None and digests is None and not differs_from(parent, file, data, go_on):
             return False
         copied = (
-            parent is not None
-            and digests is not None
-            and copy_weights(self.store, name, number, file, digests, parent)
+            parent is not None and digests is not None and copy_weights(self.store, name, number, file, digests, parent)
         )
         if not copied:
             write_weights(self.store, name, number, file, data, go_on)
@@ -192,7 +194,8 @@ class Publisher:
             opened: the opened version, with the metadata and flags that all of its ranks have sent.
             agreed: the agreement under which it was pushed.
             written: all files of weights.
-            ready_ms, verified_ms: when the version became ready and verified at this replica, in milliseconds since 1970 UTC; 0 for now.
+            ready_ms, verified_ms: when the version became ready and verified at this replica, in milliseconds since
+                1970 UTC; 0 for now.
 
         Raises:
             VersionFailed: the version was given up in the meantime.
@@ -242,9 +245,7 @@ class Publisher:
                 return False
             if published or (entry is not None and entry.claim):
                 return True
-        give_up(
-            self.store, self.heads, self.model.name, self.entry.number, reason, by=self.home, aborted=aborted
-        )
+        give_up(self.store, self.heads, self.model.name, self.entry.number, reason, by=self.home, aborted=aborted)
         return False
 
     def discard_if_gone(self) -> None:
@@ -267,7 +268,9 @@ def give_up(
     by: Home | None,
     aborted: bool,
 ) -> None:
-    """Close a version that will not be published, and delete its objects. If the store fails, a later cleanup deletes them.
+    """Close a version that will not be published, and delete its objects.
+
+    If the store fails, a later cleanup deletes them.
 
     Args:
         store: the object store that holds versions.
@@ -275,7 +278,8 @@ def give_up(
         model: name of the model.
         number: number of the version.
         reason: the reason.
-        by: the replica that cannot continue it; the version stays open if another replica receives it alone. None closes it in any case.
+        by: the replica that cannot continue it; the version stays open if another replica receives it alone. None
+            closes it in any case.
         aborted: whether a caller has aborted it.
     """
     now_ms = unix_ms()
@@ -288,7 +292,8 @@ def give_up(
         return after, history.under(after).is_gone(number)
 
     try:
-        # an attempt may fail after its head was written, so objects are deleted only if the head read last shows the version as gone
+        # an attempt may fail after its head was written, so objects are deleted only if the head read last shows the
+        # version as gone
         if heads.edit(model, change):
             discard_version(store, model, number)
     except WeighbridgeError as error:

@@ -1,7 +1,8 @@
-"""Refusals of ranks: a rank that cannot take part in a push reports it once, and every other rank of the push gets the error.
+"""Refusals of ranks: a rank that cannot take part in a push reports it once, and every other rank of the push gets the
+error.
 
-Ranks that wait get the error when the version ends. A rank that opens the version later would open a new one and wait for the refused rank.
-So `Refusals.check` raises the error to it, once for each process.
+Ranks that wait get the error when the version ends. A rank that opens the version later would open a new one and wait
+for the refused rank. So `Refusals.check` raises the error to it, once for each process.
 """
 
 from __future__ import annotations
@@ -29,22 +30,18 @@ class Refusals:
     """Recent refusals of ranks, by model and request. Thread-safe.
 
     Args:
-        told_seconds: seconds for which later ranks get the error. The ranks of one step open it within seconds; a restarted job takes
-            longer.
+        told_seconds: seconds for which later ranks get the error. The ranks of one step open it within seconds; a
+            restarted job takes longer.
         clock: returns seconds of a monotonic clock.
     """
 
-    def __init__(
-        self, told_seconds: float = _TOLD_SECONDS, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, told_seconds: float = _TOLD_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         self._told_seconds = told_seconds
         self._clock = clock
         self._lock = threading.Lock()
         self._of: dict[tuple[ModelName, str], _Refusal] = {}
 
-    def note(
-        self, name: ModelName, request_id: str, ranks: int, error: VersionFailed, told: Iterable[str]
-    ) -> None:
+    def note(self, name: ModelName, request_id: str, ranks: int, error: VersionFailed, told: Iterable[str]) -> None:
         """Record that a rank cannot take part.
 
         Args:
@@ -74,7 +71,10 @@ class Refusals:
             return True
 
     def check(self, name: ModelName, request_id: str, client_id: str) -> None:
-        """Raise VersionFailed, once, to a process that has not got the error yet. A process that has got it restarts the push for all."""
+        """Raise VersionFailed, once, to a process that has not got the error yet.
+
+        A process that has got it restarts the push for all.
+        """
         with self._lock:
             refusal = self._of.get((name, request_id))
             if refusal is None:

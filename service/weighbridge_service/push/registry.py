@@ -1,7 +1,9 @@
-"""Registry of the pushes of this process, by model, number and request. It contains sessions, and records of sessions that have ended.
+"""Registry of the pushes of this process, by model, number and request.
 
-The registry limits the memory of pushes. It turns a session that has ended into an `EndedPush`. Some images only serve reads of durable versions;
-the registry keeps the ones that were read last.
+It contains sessions, and records of sessions that have ended.
+
+The registry limits the memory of pushes. It turns a session that has ended into an `EndedPush`. Some images only serve
+reads of durable versions; the registry keeps the ones that were read last.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from weighbridge_storage.documents.names import ModelName
 log = logging.getLogger(__name__)
 
 _KEPT_ENDED = 100
-"""Number of ended versions of each model that are remembered, so that the ranks that pushed them learn their outcome."""
+"""Number of ended versions of each model that are remembered, so that the ranks that pushed them learn their
+outcome.
+"""
 
 Push: TypeAlias = PushSession | EndedPush
 
@@ -39,7 +43,8 @@ class Registry:
     Args:
         snapshots: gets the snapshots of all versions.
         news: set when a push has progress to report to other replicas.
-        approved_since: returns the approved reasons for holding a version in history, from the head as it was read last.
+        approved_since: returns the approved reasons for holding a version in history, from the head as it was read
+            last.
         kept_images: number of images of durable versions that are kept.
         kept_pushes: number of ended pushes of all models together that are remembered.
     """
@@ -76,21 +81,28 @@ class Registry:
         session.tick()
 
     def add_taken(self, session: PushSession) -> None:
-        """Enter the session of a share that another replica has handed over, if this replica has a session of that version already."""
+        """Enter the session of a share that another replica has handed over, if this replica has a session of that
+        version already.
+        """
         with self._lock:
             self._taken.append(session)
         self._settle()
         session.tick()
 
     def of_version(self, name: ModelName, number: int) -> list[Push]:
-        """Push of a version, under way or remembered, and the sessions of its shares that were taken over in addition."""
+        """Push of a version, under way or remembered, and the sessions of its shares that were taken over in
+        addition.
+        """
         with self._lock:
             own = self._find(name, number)
             taken = [each for each in self._taken if (each.model.name, each.number) == (name, number)]
         return [*([] if own is None else [own]), *taken]
 
     def get(self, name: ModelName, number: int) -> PushSession | None:
-        """Session of a version; None if this process has no session. If there are several, it is the one that does not belong to a taken-over share."""
+        """Session of a version; None if this process has no session.
+
+        If there are several, it is the one that does not belong to a taken-over share.
+        """
         with self._lock:
             return self._sessions.get(name, {}).get(number)
 
@@ -111,10 +123,11 @@ class Registry:
             return [known[number] for number in sorted(known)]
 
     def other_writer(self, name: ModelName, client_id: str) -> Version | None:
-        """Newest version of a model that another job has pushed since the last push of this client's job; None if there is none.
+        """Newest version of a model that another job has pushed since the last push of this client's job; None if there
+        is none.
 
-        A restarted job has new processes, and its old processes do not push any more. So two jobs count as different only when one has pushed, then
-        the other, and then the first one again.
+        A restarted job has new processes, and its old processes do not push any more. So two jobs count as different
+        only when one has pushed, then the other, and then the first one again.
         """
         caller = _process(client_id)
         between: list[Push] = []
@@ -207,7 +220,9 @@ class Registry:
     # --- limits on what is kept
 
     def _settle(self) -> None:
-        """Turn sessions that have ended into ended pushes, forget the oldest of those, and release the least recently read images."""
+        """Turn sessions that have ended into ended pushes, forget the oldest of those, and release the least recently
+        read images.
+        """
         sessions = self.all()
         for session in filter(_is_over, sessions):
             self._end(session)

@@ -1,7 +1,7 @@
 """Checksums of shards that several ranks hold under the same box. The service compares them while the ranks seal.
 
-In Megatron-core's tensor space, ranks mark the shards that are replicas. Hugging Face's names do not show which shards are replicas: experts that
-each rank numbers from 0 look like replicas, but are different tensors.
+In Megatron-core's tensor space, ranks mark the shards that are replicas. Hugging Face's names do not show which shards
+are replicas: experts that each rank numbers from 0 look like replicas, but are different tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ class ReplicaChecksum(NamedTuple):
 
 
 class ReplicaChecksums:
-    """Checksums of one version, from all ranks that have sent theirs. Thread-safe: each entry is set in one step, and none is removed."""
+    """Checksums of one version, from all ranks that have sent theirs.
+
+    Thread-safe: each entry is set in one step, and none is removed.
+    """
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, Box, int, int], tuple[int, int]] = {}
@@ -61,8 +64,10 @@ class ReplicaChecksums:
                 problems.append(f"{shard.tensor}: box {shard.box} on rank {other} and on rank {rank}")
         if problems:
             raise LayoutError(
-                counted(len(problems), "box is", "boxes are")
-                + " held by several ranks, with different bytes",
+                counted(len(problems), "box is", "boxes are") + " held by several ranks, with different bytes",
                 details=problems[:20],
-                fix="name each tensor as the model's files do, experts by their number in the model; and let ranks agree on what they replicate",
+                fix=(
+                    "name each tensor as the model's files do, experts by their number in the "
+                    "model; and let ranks agree on what they replicate"
+                ),
             )

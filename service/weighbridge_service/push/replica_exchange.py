@@ -8,8 +8,8 @@
         declared-<boot>-<n>                declarations of ranks at one replica, in batches
         written-<number of the replica>    names and digests of the files that the replica has written
 
-No object is rewritten with other content. The objects under a version's number are not needed once it is published or given up; later
-versions use layouts again.
+No object is rewritten with other content. The objects under a version's number are not needed once it is published or
+given up; later versions use layouts again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _DECLARED, _WRITTEN = "declared-", "written-"
 
 
 class Exchange:
-    """Messages about one version that one replica sends to the others and reads from them. Methods must not be called concurrently.
+    """Messages about one version that one replica sends to the others and reads from them.
+
+    Methods must not be called concurrently.
 
     Args:
         store: the object store that all replicas share.
@@ -44,9 +46,7 @@ class Exchange:
         first_version: the lowest number that a version can have since the model was registered.
     """
 
-    def __init__(
-        self, store: ObjectStore, model: ModelName, number: int, home: Home, first_version: int = 1
-    ) -> None:
+    def __init__(self, store: ObjectStore, model: ModelName, number: int, home: Home, first_version: int = 1) -> None:
         self._store = store
         self._model = model
         self._prefix = incoming_prefix(model, number)
@@ -58,7 +58,9 @@ class Exchange:
         self._heard: set[str] = set()
 
     def tell(self, declarations: Mapping[int, Declaration]) -> None:
-        """Send the declarations of ranks at this replica to the others; those that were sent before are not sent again."""
+        """Send the declarations of ranks at this replica to the others; those that were sent before are not sent
+        again.
+        """
         if not self._pending:
             self._pending = {rank: d for rank, d in declarations.items() if rank not in self._told}
         while self._pending:
@@ -94,9 +96,7 @@ class Exchange:
     def was_here_before(self) -> bool:
         """Whether another process at this one's address, which must have died, took part in the version."""
         return any(
-            declaration.home.address == self._home.address
-            for batch in self.listen()
-            for declaration in batch.values()
+            declaration.home.address == self._home.address for batch in self.listen() for declaration in batch.values()
         )
 
     def offer_layout(self, digest: str, space: TensorSpace, layout: Layout) -> None:

@@ -1,8 +1,9 @@
 """Session of one push: the owner of its state.
 
-Events go into a queue. The posting thread drains the queue unless another thread already does. So the session processes one event at a
-time, and needs no thread for each version, rank or waiting call. For each event it runs the state machine, shows the next state to the
-catalog as an immutable snapshot, starts the effects, and answers the waiting calls for which the state has an answer.
+Events go into a queue. The posting thread drains the queue unless another thread already does. So the session processes
+one event at a time, and needs no thread for each version, rank or waiting call. For each event it runs the state
+machine, shows the next state to the catalog as an immutable snapshot, starts the effects, and answers the waiting calls
+for which the state has an answer.
 """
 
 from __future__ import annotations
@@ -256,7 +257,10 @@ class PushSession:
         )
 
     def _waits(self) -> Iterable[str]:
-        """Names of the things that the version waits for now. This is a function, because they change more often than the rest of the snapshot."""
+        """Names of the things that the version waits for now.
+
+        This is a function, because they change more often than the rest of the snapshot.
+        """
         return waits_for(self._state)
 
     def _show(self, state: PushState) -> None:
@@ -275,9 +279,7 @@ class PushSession:
             except Exception as error:  # start the other effects nevertheless
                 log.exception("%s: %s could not be started", state.name, effect)
                 if isinstance(effect, do.Awaited):
-                    self.post(
-                        on.EffectFailed(effect, Unavailable(f"{effect} could not be started: {error!r}"))
-                    )
+                    self.post(on.EffectFailed(effect, Unavailable(f"{effect} could not be started: {error!r}")))
 
     def _start(self, effect: do.Effect, state: PushState) -> None:
         if effect.POOL is None:
@@ -333,7 +335,9 @@ class PushSession:
         self._waiting.leave(found)
 
     def forget(self) -> None:
-        """Drop the data of the runner, which refers back to the session, so that all is freed with the last reference to the session."""
+        """Drop the data of the runner, which refers back to the session, so that all is freed with the last reference
+        to the session.
+        """
         self._runner.forget()
 
     def stop(self) -> None:
@@ -343,7 +347,10 @@ class PushSession:
     # --- calls of ranks
 
     def declare(self, rank: int, client_id: str, digest: str) -> Future[Agreement]:
-        """Declare the layout of a rank. The future gets the agreement once all ranks have declared. Raises the same errors as `answer_declare`."""
+        """Declare the layout of a rank. The future gets the agreement once all ranks have declared.
+
+        Raises the same errors as `answer_declare`.
+        """
         check_incomplete(self._state)
         self._state.declarations.check_rank(rank)
         event = on.RankDeclared(rank, client_id, digest)
@@ -399,7 +406,8 @@ class PushSession:
         """The version while it arrives, for a process that reads it before it is ready. The caller releases its hold.
 
         Raises:
-            FailedPrecondition: there is no image yet, other replicas receive a part of the version, or arrived bytes may be written again.
+            FailedPrecondition: there is no image yet, other replicas receive a part of the version, or arrived bytes
+                may be written again.
             WeighbridgeError: the version has failed; raises the error that ended it.
         """
         state, image, files = self._state, self._runner.image, self.model.files
@@ -433,7 +441,9 @@ class PushSession:
     def seal(
         self, rank: int, client_id: str, replicas: Iterable[ReplicaChecksum] = (), nonfinite: int = 0
     ) -> Future[bool]:
-        """Seal a rank, which has pushed everything. The future is done once the rank is sealed. Repeated calls are harmless.
+        """Seal a rank, which has pushed everything. The future is done once the rank is sealed.
+
+        Repeated calls are harmless.
 
         ``nonfinite`` is the number of pushed elements that are NaN or infinite; 0 if the rank has not counted them.
 
@@ -476,9 +486,7 @@ class PushSession:
         """Files that this replica has handed in; None before that."""
         return self._runner.written if self._state.handed_in_here else None
 
-    def take_progress(
-        self, replica: int, written: Written | None, *, handed_in: bool, nonfinite: int = 0
-    ) -> None:
+    def take_progress(self, replica: int, written: Written | None, *, handed_in: bool, nonfinite: int = 0) -> None:
         """Record that another replica's part is complete.
 
         Args:

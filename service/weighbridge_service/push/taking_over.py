@@ -79,9 +79,7 @@ class TakingOver:
                 declared = Declarations.taken_over(opened, home, version.ranks, agreed)
                 holding = HoldReasons.of(entry).with_elsewhere(version.number, version.nonfinite)
                 limits, ready_ms = self._facilities.limits, version.ready_ms
-                state = PushState.taken_over(
-                    opened, declared, version.number, limits, ready_ms, now(), holding
-                )
+                state = PushState.taken_over(opened, declared, version.number, limits, ready_ms, now(), holding)
                 self._catalog.adopt(model)
                 session = self._opener.session(state, model, entry, version.ranks[0][0], image)
                 self._enter(session, agreed, version.number)
@@ -102,7 +100,9 @@ class TakingOver:
         return any(version.share is None or push.share_number == version.number for push in there)
 
     def _enter(self, session: PushSession, agreed: Agreement, number: int) -> None:
-        """Start the session of the version or share, in addition to the sessions of the version that this replica has already."""
+        """Start the session of the version or share, in addition to the sessions of the version that this replica has
+        already.
+        """
         there = self._registry.of_version(session.model.name, session.number)
         if not there:
             self._registry.add(session)

@@ -27,9 +27,7 @@ class Timers:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._queue: list[
-            tuple[float, int]
-        ] = []  # times and serials; entries that are not in `_waiting` are cancelled
+        self._queue: list[tuple[float, int]] = []  # times and serials; entries that are not in `_waiting` are cancelled
         self._waiting: dict[int, Sleeper] = {}
         self._asked: dict[Sleeper, tuple[float, int]] = {}
         self._serials = itertools.count()

@@ -1,7 +1,8 @@
-"""Communication between replicas of the service: progress, files and handovers of versions that several replicas receive together.
+"""Communication between replicas of the service: progress, files and handovers of versions that several replicas
+receive together.
 
-May import: `push`, `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`; only `sessions` and `takeovers` may depend on how
-`push` receives a push.
+May import: `push`, `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`; only `sessions` and `takeovers`
+may depend on how `push` receives a push.
 
 - `progress`: progress of one replica, and its wire format.
 - `liveness`: liveness of a replica (pure functions).

@@ -1,8 +1,9 @@
 """Directory of the replicas of the service over one store, for a replica that leaves while the store is unavailable.
 
-Each replica with an address writes an object ``replicas/<boot>`` with that address and an expiry, renews it every minute, reads and
-remembers the objects of the others, and deletes its own when it stops. A new replica calls the others at its start, so that they know it at
-once. The directory is only a hint: a replica in it may refuse a call, or may no longer exist.
+Each replica with an address writes an object ``replicas/<boot>`` with that address and an expiry, renews it every
+minute, reads and remembers the objects of the others, and deletes its own when it stops. A new replica calls the others
+at its start, so that they know it at once. The directory is only a hint: a replica in it may refuse a call, or may no
+longer exist.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class ReplicaEntry:
 
     @staticmethod
     def from_json(data: bytes, where: str) -> ReplicaEntry:
-        """Decode an object from `to_json`. Raises DataLoss if it is malformed, FailedPrecondition if it has another format."""
+        """Decode an object from `to_json`.
+
+        Raises DataLoss if it is malformed, FailedPrecondition if it has another format.
+        """
         fields = strict_json.decode(data, where)
         fields.check_format(1)
         return ReplicaEntry(Home(fields.text("address"), fields.text("boot")), fields.integer("until_ms"))

@@ -1,7 +1,8 @@
 """Heartbeat of replicas that receive versions together: they exchange progress, and detect lost replicas.
 
-Each process has one heartbeat. It calls each replica with which it shares a version once a second, and immediately after a change in this
-process. The push sessions (`SharedPushes`) supply and receive the progress. The heartbeat does not use the store.
+Each process has one heartbeat. It calls each replica with which it shares a version once a second, and immediately
+after a change in this process. The push sessions (`SharedPushes`) supply and receive the progress. The heartbeat does
+not use the store.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Heartbeat:
         links: connections to other replicas.
         pushes: source of this replica's progress, and receiver of the others'.
         news: the process sets it when a change must be sent at once.
-        silent_s: seconds without a response after which a replica is lost. If its process has ended, the loss is detected sooner.
+        silent_s: seconds without a response after which a replica is lost. If its process has ended, the loss is
+            detected sooner.
         clock: returns seconds of a monotonic clock.
         beat_s: seconds between two exchanges without news.
     """

@@ -69,8 +69,8 @@ class Links:
             leaving: whether to announce that this process is stopping, even before the attribute `leaving` is set.
 
         Returns:
-            The replica that responded, which may be another process at the same address, and its progress. With ``leaving``, the progress
-            covers all versions that it shares with this replica.
+            The replica that responded, which may be another process at the same address, and its progress. With
+            ``leaving``, the progress covers all versions that it shares with this replica.
 
         Raises:
             WeighbridgeError: the replica cannot be reached, or refuses.
@@ -128,9 +128,7 @@ class Links:
             request_serializer=pb.ReadFileRequest.SerializeToString,
             response_deserializer=decoder(pb.ReadFileResponse),
         )
-        request = pb.ReadFileRequest(
-            model=model, number=number, claim=claim, file=file, offset=offset, length=length
-        )
+        request = pb.ReadFileRequest(model=model, number=number, claim=claim, file=file, offset=offset, length=length)
         found = bytearray()
         try:
             with rpc.translated_errors(owner.address, self._credentials):
@@ -153,9 +151,7 @@ class Links:
     def _to(self, address: str) -> bulk.Connections:
         with self._lock:
             # streams use a separate connection, so that heartbeats do not queue behind megabytes of weights
-            return self._connections.setdefault(
-                address, bulk.Connections(Addresses([address]), 1, self._credentials)
-            )
+            return self._connections.setdefault(address, bulk.Connections(Addresses([address]), 1, self._credentials))
 
 
 def refuses(address: str) -> bool:

@@ -1,8 +1,9 @@
 """Files that other replicas own. They are sources for reading a version before it is durable.
 
-They are read in blocks through the same cache, and with the same read-ahead, as files of a remote store. If the owner does not return a
-block, there are three cases: another replica has taken its files over and returns the block; the version has become durable, and the block is
-read from the store at the same offset; or the version has failed, and the reader gets its error.
+They are read in blocks through the same cache, and with the same read-ahead, as files of a remote store. If the owner
+does not return a block, there are three cases: another replica has taken its files over and returns the block; the
+version has become durable, and the block is read from the store at the same offset; or the version has failed, and the
+reader gets its error.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class PeerFiles:
         links: connections to other replicas.
         cache: cache of blocks.
         store: store that contains the files once the version is durable.
-        patience_seconds: seconds for which a block is retried while its owner does not respond and the version is neither durable nor
-            failed.
+        patience_seconds: seconds for which a block is retried while its owner does not respond and the version is
+            neither durable nor failed.
 
     Attributes:
         bytes_read: number of bytes read from other replicas.
@@ -68,7 +69,8 @@ class PeerFiles:
             claim: claim of the agreement between its replicas.
             owner_of: returns the replica that currently owns a file.
             sizes: sizes in bytes of the files to open.
-            is_durable: returns whether the version can now be read from the store. Raises VersionFailed if the version has failed.
+            is_durable: returns whether the version can now be read from the store. Raises VersionFailed if the version
+                has failed.
 
         Raises:
             ResourceExhausted, Unavailable: the cache does not have space for them.

@@ -93,9 +93,7 @@ def home_from_proto(message: pb.Replica) -> Home:
         InvalidArgument: its address is malformed.
     """
     if not _ADDRESS.fullmatch(message.address):
-        raise InvalidArgument(
-            f"{message.address[:80]!r} is not the address of a replica", fix="write it as host:port"
-        )
+        raise InvalidArgument(f"{message.address[:80]!r} is not the address of a replica", fix="write it as host:port")
     return Home(message.address, message.boot)
 
 

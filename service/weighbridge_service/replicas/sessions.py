@@ -74,11 +74,13 @@ class SharedSessions:
                     session.post(on.ReplicaLost(number, error))
 
     def count_on(self, replicas: frozenset[Home]) -> None:
-        """Make all sessions without an agreement count only on these other replicas. Waits at most `_COUNT_SECONDS` for the sessions."""
+        """Make all sessions without an agreement count only on these other replicas.
+
+        Waits at most `_COUNT_SECONDS` for the sessions.
+        """
         counting = [each for each in self._registry.all() if not _counts_on(each.state, replicas)]
         asked = [
-            each.asked(lambda state: _counts_on(state, replicas) or None, on.Staying(replicas))
-            for each in counting
+            each.asked(lambda state: _counts_on(state, replicas) or None, on.Staying(replicas)) for each in counting
         ]
         wait(asked, _COUNT_SECONDS)
         for session, found in zip(counting, asked, strict=True):
@@ -98,15 +100,12 @@ class SharedSessions:
         return (holding or sessions)[0].own_file(file)
 
     def files_elsewhere(self, name: ModelName, number: int) -> FilesElsewhere | None:
-        """Files of a visible version that are in images of other replicas; None if the version is not visible here or is not spread."""
+        """Files of a visible version that are in images of other replicas; None if the version is not visible here or
+        is not spread.
+        """
         session = self._registry.get(name, number)
         agreed = None if session is None else session.state.agreed
-        if (
-            session is None
-            or agreed is None
-            or agreed.prepared.spread is None
-            or session.state.phase not in VISIBLE
-        ):
+        if session is None or agreed is None or agreed.prepared.spread is None or session.state.phase not in VISIBLE:
             return None
         owners = agreed.prepared.spread.owners
         files = [file for file, owner in owners.items() if owner != session.state.share_number]
@@ -134,7 +133,10 @@ def _counts_on(state: PushState, replicas: frozenset[Home]) -> bool:
 
 
 def _hear(session: PushSession, sender: Home, progress: Progress) -> None:
-    """Post the progress of another replica to a session. The progress is that of its own part or of a part that it has taken over."""
+    """Post the progress of another replica to a session.
+
+    The progress is that of its own part or of a part that it has taken over.
+    """
     replica = progress.share
     session.post(on.ShareMoved(replica, sender, progress.handovers))
     agreed = session.state.agreed
@@ -143,9 +145,7 @@ def _hear(session: PushSession, sender: Home, progress: Progress) -> None:
     match progress.stage:
         case Stage.COMPLETE | Stage.WRITTEN:
             handed_in = progress.stage is Stage.WRITTEN
-            session.take_progress(
-                replica, progress.written, handed_in=handed_in, nonfinite=progress.nonfinite
-            )
+            session.take_progress(replica, progress.written, handed_in=handed_in, nonfinite=progress.nonfinite)
         case Stage.PUBLISHED:
             session.post(on.SaidPublished())
         case Stage.FAILED | Stage.ABORTED:

@@ -1,4 +1,6 @@
-"""Takeovers of versions between replicas: the call that the leaving replica makes, and the takeover by its successor."""
+"""Takeovers of versions between replicas: the call that the leaving replica makes, and the takeover by its
+successor.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +82,8 @@ class KnownReplicas:
         return frozenset(progress.version[:2] for progress in shared)
 
     def hand_over(self, to: Home, version: HandedVersion, seconds: float, memory_wait: float) -> None:
-        """See `Successors`. Retries if a response may have been lost. A replica that has already taken the version over responds to a retry
-        at once.
+        """See `Successors`. Retries if a response may have been lost. A replica that has already taken the version over
+        responds to a retry at once.
         """
         request = handed_to_proto(version, memory_wait)
         deadline = time.monotonic() + seconds
@@ -107,13 +109,11 @@ class Takeovers:
         self._taking_over = taking_over
         self._links = links
 
-    def take_over(
-        self, sender: Home, version: HandedVersion, memory_wait: float, go_on: Callable[[], bool]
-    ) -> None:
+    def take_over(self, sender: Home, version: HandedVersion, memory_wait: float, go_on: Callable[[], bool]) -> None:
         """Read files of a version from another replica's image, and become the owner of these files.
 
-        Other replicas with a share are notified before the leaving replica gets its response, so that they do not treat its share as lost
-        once it has stopped.
+        Other replicas with a share are notified before the leaving replica gets its response, so that they do not treat
+        its share as lost once it has stopped.
 
         Args:
             sender: the leaving replica.
@@ -140,9 +140,7 @@ class Takeovers:
                 data = self._links.read_file(sender, key, file, start, length)
                 files[file][start : start + length] = np.frombuffer(data, np.uint8)
 
-            parts = [
-                (file, start) for file, data in files.items() for start in range(0, len(data), _PART_BYTES)
-            ]
+            parts = [(file, start) for file, data in files.items() for start in range(0, len(data), _PART_BYTES)]
             with ThreadPoolExecutor(_READS, thread_name_prefix="takeover") as pool:
                 for _ in pool.map(read, parts):
                     pass
@@ -154,7 +152,10 @@ class Takeovers:
         self._tell_others(sender, version)
 
     def _tell_others(self, sender: Home, version: HandedVersion) -> None:
-        """Notify the other replicas of the new owner of a share. Unreachable replicas learn this from the next heartbeat."""
+        """Notify the other replicas of the new owner of a share.
+
+        Unreachable replicas learn this from the next heartbeat.
+        """
         home, share = self._links.home, version.share
         if share is None:
             return
@@ -226,7 +227,10 @@ def handed_from_proto(message: pb.TakeOverRequest) -> HandedVersion:
 
 
 def _listed_from_proto(sent: Iterable[resources_pb2.TensorSpec], digest: str) -> ListedTensors | None:
-    """Decode a list of tensors and verify its digest. Returns None if the digest is empty. Raises InvalidArgument if it does not match."""
+    """Decode a list of tensors and verify its digest. Returns None if the digest is empty.
+
+    Raises InvalidArgument if it does not match.
+    """
     if not digest:
         return None
     listed = ListedTensors.of(map(wire.spec_from_proto, sent))

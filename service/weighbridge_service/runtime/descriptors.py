@@ -1,7 +1,7 @@
 """File descriptors of a service: as many as the system allows, divided between its ports.
 
-Connections to one port must not use all descriptors, or the other ports and the store would be unreachable. So each port has a fixed share;
-the rest is for objects, images and connections between replicas.
+Connections to one port must not use all descriptors, or the other ports and the store would be unreachable. So each
+port has a fixed share; the rest is for objects, images and connections between replicas.
 """
 
 from __future__ import annotations

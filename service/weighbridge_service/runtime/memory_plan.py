@@ -25,7 +25,9 @@ from weighbridge_storage.memory.memory_limits import HOST, UNLIMITED, DiskReadin
 from weighbridge_storage.memory.regions import PAGE
 
 PROCESS_BYTES = 1 << 30
-"""Memory of a service without images and weights in flight: 0.35 GB when idle, plus the plans of some of the largest models."""
+"""Memory of a service without images and weights in flight: 0.35 GB when idle, plus the plans of some of the largest
+models.
+"""
 _LEAST_RESERVE = 128 << 20
 """Memory that is kept free even if the process has grown beyond its expected size."""
 _ROUND = 1 << 20
@@ -45,7 +47,8 @@ class Needs:
 
     Attributes:
         process: memory of the process itself: code, plans, weights in flight.
-        cache: memory that the read cache may still take: the unused part of its budget if its folder is in memory, else 0.
+        cache: memory that the read cache may still take: the unused part of its budget if its folder is in memory, else
+            0.
     """
 
     process: int
@@ -62,9 +65,7 @@ def room_for_images(reading: MemoryReading, needs: Needs) -> Headroom:
     still = max(needs.process - reading.private, _LEAST_RESERVE) + needs.cache
     return Headroom(
         available=max(reading.available - still, 0),
-        most=reading.most
-        if reading.most >= UNLIMITED
-        else max(reading.most - needs.process - needs.cache, 0),
+        most=reading.most if reading.most >= UNLIMITED else max(reading.most - needs.process - needs.cache, 0),
     )
 
 
@@ -86,9 +87,10 @@ class MemoryBudget:
 def choose_budget(asked: int | None, reading: MemoryReading, needs: Needs) -> MemoryBudget:
     """The memory budget of a starting service.
 
-    The default is the memory that the control group leaves, minus the service's own needs. If the whole machine is the tightest limit, the
-    default is half of that, because other programs also use the machine. A budget from the operator is used unchanged, even if it exceeds
-    the machine's memory: limits of containers can be raised while they run, and memory is taken only if it is available.
+    The default is the memory that the control group leaves, minus the service's own needs. If the whole machine is the
+    tightest limit, the default is half of that, because other programs also use the machine. A budget from the operator
+    is used unchanged, even if it exceeds the machine's memory: limits of containers can be raised while they run, and
+    memory is taken only if it is available.
 
     Args:
         asked: budget from the operator; None if the operator did not set one.
@@ -100,7 +102,10 @@ def choose_budget(asked: int | None, reading: MemoryReading, needs: Needs) -> Me
     room = room_for_images(reading, needs).available
     shared = reading.tightest.name == HOST
     kept = readable_size(max(needs.process - reading.private, 0) + needs.cache)
-    why = f"{'half of ' if shared else ''}what {reading.tightest.name} left at the start, less {kept} for the service itself"
+    why = (
+        f"{'half of ' if shared else ''}what {reading.tightest.name} left at the start, less "
+        f"{kept} for the service itself"
+    )
     return MemoryBudget((room // 2 if shared else room) // _ROUND * _ROUND, False, why)
 
 
@@ -156,7 +161,8 @@ def check_limits(reading: MemoryReading, needs: Needs) -> Check:
     """Check that the machine leaves enough memory for the service's own needs."""
     limit = reading.tightest
     what = (
-        f"of the known limits, {limit.name} leaves the least: {readable_size(limit.used)} of {readable_size(limit.limit)} are in use, "
+        f"of the known limits, {limit.name} leaves the least: {readable_size(limit.used)} of "
+        f"{readable_size(limit.limit)} are in use, "
         f"{readable_size(limit.available)} are left"
     )
     still = max(needs.process - reading.private, 0) + needs.cache
@@ -182,7 +188,10 @@ def check_budget(budget: MemoryBudget, memory: Space) -> Check:
     if budget.nbytes > memory.most:
         return Check.warn(
             "memory budget",
-            f"{what}; the machine could give images {readable_size(memory.most)} at most, and what is over that goes to disk or waits",
+            (
+                f"{what}; the machine could give images {readable_size(memory.most)} at most, and "
+                "what is over that goes to disk or waits"
+            ),
             f"serve with --memory-budget {memory.most >> 20}MiB or auto, or raise the limit",
         )
     unused = budget.nbytes - memory.regions
@@ -252,8 +261,8 @@ def _seconds_unneeded(holding: Holding) -> float:
 
 
 def check_model(model: ModelSize, report: MemoryReport) -> Check:
-    """Check that two pushes of a model fit into memory. The message contains the size of a version, and the place where a push would now
-    put it.
+    """Check that two pushes of a model fit into memory. The message contains the size of a version, and the place where
+    a push would now put it.
     """
     memory, disk, nbytes = report.memory, report.disk, model.nbytes
     others = sum(h.nbytes for h in report.holdings if h.in_memory and h.owner.model != model.name)
@@ -267,7 +276,10 @@ def check_model(model: ModelSize, report: MemoryReport) -> Check:
             remedy(nbytes, memory, disk),
         )
     besides = f" (and {readable_size(others)} that other models hold)" if others else ""
-    what = f"{needs}, and images can have {readable_size(room)} of memory{besides}: {_how_many(nbytes, room)}. {_now(nbytes, report)}"
+    what = (
+        f"{needs}, and images can have {readable_size(room)} of memory{besides}: "
+        f"{_how_many(nbytes, room)}. {_now(nbytes, report)}"
+    )
     if 2 * nbytes > room:
         return Check.warn(name, what, more_memory(2 * nbytes + others, memory))
     return Check.ok(name, what)

@@ -11,17 +11,19 @@ from pathlib import Path
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _KEEP_BYTES = 256 << 20
 _KEEP_AT_END_BYTES = 32 << 20
-"""Free bytes that stay at the top of each of the allocator's arenas. Arenas of threads return memory to the system only above this
-threshold.
+"""Free bytes that stay at the top of each of the allocator's arenas. Arenas of threads return memory to the system only
+above this threshold.
 """
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _COLLECT_AFTER = (50_000, 20, 100)
 
 
 def keep_freed_memory() -> None:
-    """Make the allocator keep the memory of freed messages of a megabyte instead of returning it to the system after each.
+    """Make the allocator keep the memory of freed messages of a megabyte instead of returning it to the system after
+    each.
 
-    Otherwise each message is copied into fresh pages, whose allocation costs more than the copy. Only glibc supports this.
+    Otherwise each message is copied into fresh pages, whose allocation costs more than the copy. Only glibc supports
+    this.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
@@ -57,8 +59,8 @@ def trim() -> None:
 
 
 def settle() -> None:
-    """Collect garbage from startup and imports once, and exclude the remaining objects from later collections, because they are never
-    freed.
+    """Collect garbage from startup and imports once, and exclude the remaining objects from later collections, because
+    they are never freed.
     """
     gc.collect()
     gc.freeze()

@@ -13,7 +13,8 @@ class TlsFiles:
     Attributes:
         certificate: certificate of the service, with the chain to its authority.
         key: private key of the certificate.
-        client_ca: authorities that issue certificates of clients; None if the service does not ask clients for certificates.
+        client_ca: authorities that issue certificates of clients; None if the service does not ask clients for
+            certificates.
     """
 
     certificate: Path

@@ -1,8 +1,8 @@
 """Bookkeeping of blocks of files: the cached blocks, their pins, and the order of eviction.
 
-This module does not do I/O, wait or lock: `block_cache` calls it while it holds a lock. A block that a reader copies from or will read soon
-is **pinned** and stays cached. Among the other blocks, the least recently used is evicted first. A block counts against the budget from the
-moment it is requested.
+This module does not do I/O, wait or lock: `block_cache` calls it while it holds a lock. A block that a reader copies
+from or will read soon is **pinned** and stays cached. Among the other blocks, the least recently used is evicted first.
+A block counts against the budget from the moment it is requested.
 """
 
 from __future__ import annotations
@@ -42,12 +42,22 @@ class Block(Generic[Owner]):
     """
 
     __slots__ = (
-        "ahead", "among", "arrived", "begun", "ended", "error", "key", "nbytes", "offset", "owner", "pins", "room", "suspect",
-    )  # fmt: skip
+        "ahead",
+        "among",
+        "arrived",
+        "begun",
+        "ended",
+        "error",
+        "key",
+        "nbytes",
+        "offset",
+        "owner",
+        "pins",
+        "room",
+        "suspect",
+    )
 
-    def __init__(
-        self, owner: Owner, among: dict[Key, Block[Owner]], key: Key, offset: int, nbytes: int
-    ) -> None:
+    def __init__(self, owner: Owner, among: dict[Key, Block[Owner]], key: Key, offset: int, nbytes: int) -> None:
         self.owner = owner
         self.among = among
         self.key = key
@@ -68,8 +78,8 @@ class BlockBooks(Generic[Owner]):
 
     Args:
         budget: maximum bytes of all blocks together. Prefetched blocks use at most half of it.
-        discard: frees a block's disk space. It is called before any reader can request the block again, so that new bytes are not written
-            into the hole.
+        discard: frees a block's disk space. It is called before any reader can request the block again, so that new
+            bytes are not written into the hole.
 
     Attributes:
         used: bytes of all blocks.
@@ -90,7 +100,9 @@ class BlockBooks(Generic[Owner]):
         self.misses = 0
 
     def pin(self, wanted: Sequence[Block[Owner]], *, ahead: bool) -> list[Block[Owner]] | None:
-        """Pin all given blocks and return them. If the budget has no space for them now, change nothing and return None.
+        """Pin all given blocks and return them.
+
+        If the budget has no space for them now, change nothing and return None.
 
         Args:
             wanted: new blocks; each is replaced by the cached block with the same key, if it exists.

@@ -1,8 +1,8 @@
 """Cache for reads of parts of files in a remote store, as if the files were local.
 
-Files are fetched in blocks, into one sparse file on disk for each version. Two rules prevent deadlocks of readers. A copy pins either all
-of its blocks at once or none of them, and releases them when it ends. Prefetched blocks use at most half of the budget, so that there is
-always space for copies.
+Files are fetched in blocks, into one sparse file on disk for each version. Two rules prevent deadlocks of readers. A
+copy pins either all of its blocks at once or none of them, and releases them when it ends. Prefetched blocks use at
+most half of the budget, so that there is always space for copies.
 """
 
 from __future__ import annotations
@@ -134,15 +134,15 @@ class BlockCache:
         fetch: Fetch,
         digests: Mapping[str, Sequence[DigestedRange]],
     ) -> dict[str, CachedBytes]:
-        """The files of a version. Does not fetch any block yet. When all `CachedBytes` of the version have been freed, its blocks are
-        evicted first.
+        """The files of a version. Does not fetch any block yet. When all `CachedBytes` of the version have been freed,
+        its blocks are evicted first.
 
         Args:
             title: title of the version, for messages.
             sizes: sizes of the files in bytes, by name.
             fetch: fetches bytes; its errors are raised to the readers that need the bytes.
-            digests: parts of each file, by the file's name, sorted by offset. A part is compared with its digest as soon as all of it has
-                arrived for the first time.
+            digests: parts of each file, by the file's name, sorted by offset. A part is compared with its digest as
+                soon as all of it has arrived for the first time.
 
         Raises:
             ResourceExhausted, Unavailable: a cache file cannot be created.
@@ -164,9 +164,7 @@ class BlockCache:
         """Stop prefetching. A file's blocks stay until its readers have been freed."""
         self._pool.shutdown(cancel_futures=True)
 
-    def copy(
-        self, files: _Files, file: str, target: ByteArray, offset: int, strides: tuple[int, ...]
-    ) -> None:
+    def copy(self, files: _Files, file: str, target: ByteArray, offset: int, strides: tuple[int, ...]) -> None:
         """See `FileBytes.copy_to`."""
         numbers = blocks_touched(offset, target.shape, strides, self._block)
         if len(numbers) <= self._copy_blocks:
@@ -209,7 +207,8 @@ class BlockCache:
             runs = _runs(block for block in blocks if not block.begun)
             self._begin(runs[1:])
             for run in runs:
-                # in this thread, unless another thread already fetches it: a copy does not queue behind earlier prefetches
+                # in this thread, unless another thread already fetches it: a copy does not queue behind earlier
+                # prefetches
                 self._bring(run)
             for block in blocks:
                 block.ended.wait()
@@ -268,9 +267,7 @@ class BlockCache:
         """Make a block readable after its bytes have arrived, unless they are known to be wrong."""
         file = block.key[0]
         try:
-            for part in parts_between(
-                block.owner.digests.get(file, ()), block.offset, block.offset + block.nbytes
-            ):
+            for part in parts_between(block.owner.digests.get(file, ()), block.offset, block.offset + block.nbytes):
                 self._check(block.owner, file, part)
         except Exception as error:
             self._fail([block], error)
@@ -308,8 +305,8 @@ class BlockCache:
                 return
             blocks: list[_Block] = []
             first, last = part.offset // self._block, (part.offset + part.nbytes - 1) // self._block
-            # begin with the block that was missing last time, or else with the last block: most tensors arrive in order, and this method
-            # runs for each block
+            # begin with the block that was missing last time, or else with the last block: most tensors arrive in
+            # order, and this method runs for each block
             for number in itertools.chain([files.lacking.get(part.name, last)], range(last, first - 1, -1)):
                 found = files.blocks.get((file, number))
                 if found is None or not found.arrived:
@@ -373,9 +370,7 @@ class CachedBytes(FileBytes):
         """See `FileBytes.copy_to`. Fetches missing blocks, several at a time."""
         self._cache.copy(self._files, self._name, target, offset, strides)
 
-    def prepare(
-        self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
-    ) -> Sequence[_KeptBlock] | None:
+    def prepare(self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Sequence[_KeptBlock] | None:
         """See `FileBytes.prepare`."""
         return self._cache.prepare(self._files, self._name, offset, shape, strides)
 

@@ -1,8 +1,8 @@
 """File on disk that stores some blocks of a much larger range of bytes, and frees the space of the other blocks.
 
-The file is sparse: blocks that were not written do not occupy space, and a discarded block becomes a hole again. So every byte has a fixed
-place, regardless of the number of blocks. The file is not read or written through a mapping, which would raise SIGBUS if the disk fails or
-is full.
+The file is sparse: blocks that were not written do not occupy space, and a discarded block becomes a hole again. So
+every byte has a fixed place, regardless of the number of blocks. The file is not read or written through a mapping,
+which would raise SIGBUS if the disk fails or is full.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def check_holes(folder: Path) -> None:
     """Check that files in a folder can free disk space.
 
     Raises:
-        FailedPrecondition: the file system does not support holes. ResourceExhausted, Unavailable: the folder cannot be written to.
+        FailedPrecondition: the file system does not support holes. ResourceExhausted, Unavailable: the folder cannot be
+            written to.
     """
     try:
         file = BlockFile(folder, mmap.PAGESIZE)

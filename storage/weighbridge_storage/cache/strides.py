@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def blocks_touched(
-    offset: int, shape: tuple[int, ...], strides: tuple[int, ...], block: int
-) -> tuple[int, ...]:
+def blocks_touched(offset: int, shape: tuple[int, ...], strides: tuple[int, ...], block: int) -> tuple[int, ...]:
     """Numbers, ascending, of the blocks that may contain at least one byte of the box.
 
     Axes whose bytes are less than a block apart are treated as one run, because no block within the run can be skipped.

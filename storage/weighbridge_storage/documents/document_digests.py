@@ -1,8 +1,8 @@
 """Digests of stored documents. They reveal damage.
 
-The name of a history node contains the digest of its text, and its parent refers to it by this name. The names of heads and manifests do
-not depend on their content, so their texts end with the digest of the preceding bytes. Both digests cover bytes instead of values: a writer
-may format JSON in any way, and a reader checks a document before it parses it.
+The name of a history node contains the digest of its text, and its parent refers to it by this name. The names of heads
+and manifests do not depend on their content, so their texts end with the digest of the preceding bytes. Both digests
+cover bytes instead of values: a writer may format JSON in any way, and a reader checks a document before it parses it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from blake3 import blake3
 from weighbridge.errors import DataLoss
 from weighbridge_storage.documents import strict_json
 
-REPAIR = (
-    "stop all services of the store, then run `weighbridge fsck STORE --repair`, which reads the manifests"
-)
+REPAIR = "stop all services of the store, then run `weighbridge fsck STORE --repair`, which reads the manifests"
 """Remedy for a damaged or missing head or node, for messages."""
 _FIELD = "digest"
 _END = re.compile(rb',"digest":"([0-9a-f]{64})"}\Z')

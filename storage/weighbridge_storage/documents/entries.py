@@ -72,7 +72,8 @@ class VersionEntry:
         verified_ms: time at which its digests were computed and a sample was compared, in milliseconds since 1970 UTC.
         durable_ms: time at which it became part of history, in milliseconds since 1970 UTC.
         nonfinite_elements: number of elements of all tensors that are NaN or infinite.
-        tensor_bytes: bytes of all tensors of a training state; 0 for a version of weights, which has the registered tensors.
+        tensor_bytes: bytes of all tensors of a training state; 0 for a version of weights, which has the registered
+            tensors.
         held: reasons why ``latest`` skips it; empty if it is not held.
         approval: its last approval since it was held; None if it was not approved.
         metadata: metadata that was pushed with it.
@@ -136,9 +137,10 @@ class OpenEntry:
         until_ms: deadline after which it counts as abandoned, in milliseconds since 1970 UTC; its replica extends it.
         files_id: identifier of the registered side files that it will have.
         parent: the latest version when it was opened; 0 if none existed.
-        claim: identifier of the writer that owns its folder; empty without a writer. Other writers must not write to the folder or publish.
-        holder: ``host:port`` of the replica that has taken over the version, under the same claim, from the replica that the claim names;
-            empty if none has.
+        claim: identifier of the writer that owns its folder; empty without a writer. Other writers must not write to
+            the folder or publish.
+        holder: ``host:port`` of the replica that has taken over the version, under the same claim, from the replica
+            that the claim names; empty if none has.
         held: reasons for which it is held, as named when it was opened; `approval` may remove some of them.
         allow_nonfinite: whether it is not held for elements that are NaN or infinite.
         metadata: metadata that is pushed with it.
@@ -195,7 +197,8 @@ class FailedEntry:
         number: number of the version.
         reason: reason why it failed.
         failed_ms: time at which it failed, in milliseconds since 1970 UTC.
-        state: `FAILED`, or `ABORTED` if a caller requested it. A state that this release does not know counts as `FAILED`. step, run,
+        state: `FAILED`, or `ABORTED` if a caller requested it. A state that this release does not know counts as
+            `FAILED`. step, run,
         ranks, created_ms: as in the open version; 0 or empty if unknown.
         extra: fields that this release does not know.
 
@@ -246,8 +249,8 @@ class PinEntry:
         version: the number of the version that is kept.
         adapter: ``namespace/name`` of the adapter.
         by: identity that pinned it first; empty if the identity has no name.
-        doubt: mark of a collection that checks whether a version of the adapter is still based on this version; empty if no collection
-            checks this.
+        doubt: mark of a collection that checks whether a version of the adapter is still based on this version; empty
+            if no collection checks this.
         extra: fields that this release does not know.
     """
 
@@ -299,7 +302,8 @@ class RequestEntry:
         extra: fields that this release does not know.
 
     Raises:
-        InvalidArgument: a number is out of bounds, a name is malformed, or a string is longer than `MAX_TEXT` or not printable.
+        InvalidArgument: a number is out of bounds, a name is malformed, or a string is longer than `MAX_TEXT` or not
+            printable.
     """
 
     request_id: str
@@ -331,8 +335,8 @@ class RequestEntry:
 
 
 def check_fields(entry: object, **bounds: tuple[int, ...]) -> None:
-    """Raise InvalidArgument if an entry's number is not an integer within its bounds (by default at least 0), or if a string fails
-    `check_text`.
+    """Raise InvalidArgument if an entry's number is not an integer within its bounds (by default at least 0), or if a
+    string fails `check_text`.
     """
     of: Any = type(entry)
     for name, kind in _checked(of):
@@ -368,7 +372,9 @@ def _check_held(held: Iterable[str], approval: Approval | None) -> None:
 
 
 def check_reasons(reasons: Iterable[str]) -> None:
-    """Raise InvalidArgument unless these are at most `MAX_REASONS` different reasons for holding a version, in order."""
+    """Raise InvalidArgument unless these are at most `MAX_REASONS` different reasons for holding a version, in
+    order.
+    """
     found = tuple(reasons)
     if len(found) > MAX_REASONS or list(found) != sorted({*found}):
         raise InvalidArgument(f"{shown(found)} are not up to {MAX_REASONS} different reasons in order")

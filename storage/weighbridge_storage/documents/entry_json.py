@@ -1,4 +1,7 @@
-"""JSON form of entries. The fields of an entry's class determine its JSON object. A field with its default value is omitted."""
+"""JSON form of entries. The fields of an entry's class determine its JSON object.
+
+A field with its default value is omitted.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +56,7 @@ def _value_to_json(value: Any) -> Any:
 @cache
 def _fields(kind: type[Any]) -> tuple[tuple[str, Any, Reader], ...]:
     """The stored fields of a kind of entry: name, default or `MISSING`, and reader."""
-    return tuple(
-        (item.name, _default(item), _READERS[str(item.type)]) for item in fields(kind) if item.name != "extra"
-    )
+    return tuple((item.name, _default(item), _READERS[str(item.type)]) for item in fields(kind) if item.name != "extra")
 
 
 def _default(item: Field[Any]) -> Any:
@@ -100,11 +101,12 @@ def from_json(kind: type[E], value: object, where: str) -> E:
 
 
 def fields_from_json(kind: type[Stored], found: strict_json.Fields, *, whole: bool = False) -> dict[str, Any]:
-    """Field values in a JSON object from `fields_to_json`. With ``whole``, every field must be present. Raises as `from_json`."""
+    """Field values in a JSON object from `fields_to_json`. With ``whole``, every field must be present.
+
+    Raises as `from_json`.
+    """
     return {
-        name: read(found, name)
-        for name, default, read in _fields(kind)
-        if whole or default is MISSING or name in found
+        name: read(found, name) for name, default, read in _fields(kind) if whole or default is MISSING or name in found
     }
 
 
@@ -124,7 +126,10 @@ def list_to_json(entries: Mapping[int, Numbered]) -> list[dict[str, Any]]:
 
 
 def list_from_json(kind: type[N], items: Iterable[object], where: str) -> dict[int, N]:
-    """The entries, by number, in a JSON array from `list_to_json`. Raises as `from_json`, and DataLoss if a number occurs twice."""
+    """The entries, by number, in a JSON array from `list_to_json`.
+
+    Raises as `from_json`, and DataLoss if a number occurs twice.
+    """
     found: dict[int, N] = {}
     for i, item in enumerate(items):
         entry = from_json(kind, item, f"{where}[{i}]")

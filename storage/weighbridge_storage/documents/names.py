@@ -28,8 +28,8 @@ MAX_VERSION = 10**12 - 1
 """Version folders have names of twelve digits, so that they sort by number."""
 
 NUMBERED_FOLDERS = ("versions", "incoming", "leases", "signatures")
-"""Folders of a model that contain a folder for each version. In order, they contain its files, its state while it is received, the leases
-of its readers, and its signatures.
+"""Folders of a model that contain a folder for each version. In order, they contain its files, its state while it is
+received, the leases of its readers, and its signatures.
 """
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -61,13 +61,16 @@ def _is(pattern: re.Pattern[str], value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ModelName:
-    """Name of a model, ``namespace/name``, or of a part of a model, ``namespace/name:training``. An instance is always valid.
+    """Name of a model, ``namespace/name``, or of a part of a model, ``namespace/name:training``.
+
+    An instance is always valid.
 
     The rules are those of the Hugging Face Hub: 1 to 96 letters, digits, ``-``, ``_`` or ``.`` each, not starting
     or ending with ``-`` or ``.``, without ``--`` and ``..``, not ending with ``.git``.
 
     Attributes:
-        part: `TRAINING` for the training states of the model; empty for the model itself, whose versions are its weights.
+        part: `TRAINING` for the training states of the model; empty for the model itself, whose versions are its
+            weights.
 
     Raises:
         InvalidArgument: a half violates the rules (the message names it), or the part does not exist.
@@ -105,9 +108,7 @@ class ModelName:
         namespace, second = text.split("/")
         name, colon, part = second.partition(":")
         if colon and not part:
-            raise InvalidArgument(
-                f"{shown(text)} does not name a part of the model", fix=f"write {namespace}/{name}"
-            )
+            raise InvalidArgument(f"{shown(text)} does not name a part of the model", fix=f"write {namespace}/{name}")
         return ModelName(namespace, name, part)
 
     @property
@@ -157,8 +158,8 @@ def lease_key(model: ModelName, number: int, reader: str) -> str:
     """Key of the lease with which a reader prevents the deletion of a version's objects.
 
     Raises:
-        InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`, or the reader's name is not of 1 to 128 letters, digits, ``-``, ``_``
-            or ``.``.
+        InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`, or the reader's name is not of 1 to 128 letters,
+            digits, ``-``, ``_`` or ``.``.
     """
     return _numbered_prefix(model, "leases", number) + check_component(reader)
 
@@ -195,7 +196,8 @@ def digest_of_signature(key: str) -> str | None:
 
 
 def signature_giver_key(model: ModelName, number: int, digest: str, by: str) -> str:
-    """Key of the record of an identity that added a signature, e.g. ``models/acme/smol/signatures/000000000017/<digest>.by-<digits>``.
+    """Key of the record of an identity that added a signature, e.g.
+    ``models/acme/smol/signatures/000000000017/<digest>.by-<digits>``.
 
     Args:
         model: model of the signed version.
@@ -221,9 +223,7 @@ def numbered_key(model: ModelName, key: str) -> tuple[str, int] | None:
 
 def _numbered_prefix(model: ModelName, folder: str, number: int) -> str:
     if not 1 <= number <= MAX_VERSION:
-        raise InvalidArgument(
-            f"{shown(number)} is not a version number", fix=f"versions are 1 to {MAX_VERSION}"
-        )
+        raise InvalidArgument(f"{shown(number)} is not a version number", fix=f"versions are 1 to {MAX_VERSION}")
     return f"{model.prefix}{folder}/{number:012d}/"
 
 
@@ -276,7 +276,8 @@ def tensor_list_key(model: ModelName, digest: str, first_version: int = 1) -> st
 def files_id_of(first_version: int, digest: str) -> str:
     """Name of the folder of registered files.
 
-    It changes when a model is deleted and registered again, so that files of the deleted model can be identified and deleted at any time.
+    It changes when a model is deleted and registered again, so that files of the deleted model can be identified and
+    deleted at any time.
 
     Args:
         first_version: the lowest number that a version can have since the model was registered.
@@ -292,7 +293,9 @@ def first_version_of(files_id: str) -> int:
 
 
 def registered_files_of(model: ModelName, key: str) -> int | None:
-    """The ``first_version`` of `files_id_of` in the key of a registered file, list of tensors or layout; None for other keys."""
+    """The ``first_version`` of `files_id_of` in the key of a registered file, list of tensors or layout; None for other
+    keys.
+    """
     if not key.startswith(model.prefix):
         return None
     match key.removeprefix(model.prefix).split("/"):
@@ -354,7 +357,8 @@ def check_ref_name(name: str) -> str:
     """Returns ``name`` if a caller may set a ref of this name: 1 to 64 letters, digits, ``-``, ``_`` or ``.``.
 
     Raises:
-        InvalidArgument: it is malformed, reads like a version number, or is a ref that the service moves (`RESERVED_REFS`).
+        InvalidArgument: it is malformed, reads like a version number, or is a ref that the service moves
+            (`RESERVED_REFS`).
     """
     if not _is(_REF, name):
         raise InvalidArgument(
@@ -375,7 +379,10 @@ def check_ref_name(name: str) -> str:
 
 
 def check_request_id(request_id: str) -> str:
-    """Returns ``request_id`` if it consists of 1 to 64 letters, digits, ``-`` or ``_``. Otherwise raises InvalidArgument."""
+    """Returns ``request_id`` if it consists of 1 to 64 letters, digits, ``-`` or ``_``.
+
+    Otherwise raises InvalidArgument.
+    """
     if not _is(_REQUEST, request_id):
         raise InvalidArgument(
             f"{shown(request_id)} is not a valid request ID",
@@ -410,7 +417,8 @@ def check_version_file_name(name: str) -> str:
 
 
 def check_files_id(files_id: str) -> str:
-    """Returns ``files_id`` if it can name the folder of registered files: one component of a key, or empty if no files are registered.
+    """Returns ``files_id`` if it can name the folder of registered files: one component of a key, or empty if no files
+    are registered.
 
     Raises:
         InvalidArgument: it is malformed.

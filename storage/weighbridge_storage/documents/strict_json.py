@@ -1,8 +1,8 @@
 """Strict reader and writer of stored JSON documents. The reader does not trust its input.
 
-Every known field must be present, have the right type and be within its bounds. The caller decides about fields that this release does not
-know: `Fields.rest` keeps them, so that they are written back with the others, and `Fields.end` rejects them. A document states what its
-reader must understand: its ``format``, and the features that it ``requires``.
+Every known field must be present, have the right type and be within its bounds. The caller decides about fields that
+this release does not know: `Fields.rest` keeps them, so that they are written back with the others, and `Fields.end`
+rejects them. A document states what its reader must understand: its ``format``, and the features that it ``requires``.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ def decode(data: bytes, where: str) -> Fields:
         DataLoss: the text is not JSON or not an object, repeats a key, or contains a number that JSON does not allow.
     """
     try:
-        value = json.loads(
-            data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
-        )
+        value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise DataLoss(f"{where} is not valid JSON: {error}") from error
     return Fields(value, where)
@@ -138,7 +136,8 @@ class Fields:
             )
 
     def required(self, known: frozenset[str]) -> tuple[str, ...]:
-        """Take ``requires``: names of features that a program must know to understand the document or to change it safely.
+        """Take ``requires``: names of features that a program must know to understand the document or to change it
+        safely.
 
         Args:
             known: the features that the reader has.

@@ -1,19 +1,27 @@
-"""Collection of the objects that a model no longer needs: versions that are not kept, and objects that no reader can still use.
+"""Collection of the objects that a model no longer needs: versions that are not kept, and objects that no reader can
+still use.
 
 It consists of steps. Several replicas may run each step concurrently, stop at any point, and repeat it:
 
 1. List the model's numbered folders, without the files of versions that are part of history.
-2. Change the head once: abandoned open versions fail, and versions that the retention does not keep are retired. Lists and refs no longer
+2. Change the head once: abandoned open versions fail, and versions that the retention does not keep are retired. Lists
+   and refs no longer
 contain them.
-3. If no reader has a lease (`leases`), delete the objects of versions that were retired longer ago than the grace time, and then their
-entries. A version's manifest is deleted first and not written again, because a folder with a manifest counts as complete.
-4. Delete the objects under numbers without a version. Objects under numbers of a deleted model, and its registered files and layouts, are
-deleted only after the grace time; a version that has a lease stays. These objects are never needed again: a number is assigned only once,
-and a failed version cannot be published. A stalled writer may still write objects there; the next collection finds them.
-5. Remove unfinished uploads under numbers that are no longer open, and all unfinished uploads of the model that are older than a day.
-6. Delete unreachable nodes of the history. If any exist, a **mark** records the root and the time. Once the mark is older than the grace
-time, the collection deletes the nodes that were unreachable when the mark was made, and makes the next mark. A reader with a head older
-than the mark had the grace time to read these nodes; later it reads a newer head.
+3. If no reader has a lease (`leases`), delete the objects of versions that were retired longer ago than the grace time,
+   and then their
+entries. A version's manifest is deleted first and not written again, because a folder with a manifest counts as
+complete.
+4. Delete the objects under numbers without a version. Objects under numbers of a deleted model, and its registered
+   files and layouts, are
+deleted only after the grace time; a version that has a lease stays. These objects are never needed again: a number is
+assigned only once, and a failed version cannot be published. A stalled writer may still write objects there; the next
+collection finds them.
+5. Remove unfinished uploads under numbers that are no longer open, and all unfinished uploads of the model that are
+   older than a day.
+6. Delete unreachable nodes of the history. If any exist, a **mark** records the root and the time. Once the mark is
+   older than the grace
+time, the collection deletes the nodes that were unreachable when the mark was made, and makes the next mark. A reader
+with a head older than the mark had the grace time to read these nodes; later it reads a newer head.
 
 The model is listed as a whole instead of folder by folder, because some servers continue to list empty folders.
 """
@@ -169,8 +177,8 @@ class _Run:
         """List the objects under the model's name.
 
         Returns:
-            The keys in its numbered folders, by number, without the files of versions that are part of history; and the generations of the
-            nodes of its history, by name.
+            The keys in its numbered folders, by number, without the files of versions that are part of history; and the
+            generations of the nodes of its history, by name.
         """
         there = self._history().versions()
         found: defaultdict[int, list[str]] = defaultdict(list)
@@ -190,7 +198,10 @@ class _Run:
     def retire(
         self, clock: Callable[[], int], served: Callable[[], Mapping[int, Sequence[str]]]
     ) -> tuple[tuple[int, ...], Decision, History]:
-        """Change the head according to time and retention. Returns the failed versions, the decision, and the resulting history."""
+        """Change the head according to time and retention.
+
+        Returns the failed versions, the decision, and the resulting history.
+        """
 
         def change(history: History) -> tuple[Head, tuple[tuple[int, ...], Decision, Head]]:
             # read the clock here: the grace time begins now, regardless of the duration of the earlier steps
@@ -232,7 +243,10 @@ class _Run:
     def delete_versions(
         self, due: Mapping[int, VersionEntry], listed: Mapping[int, list[str]]
     ) -> tuple[DeletedVersion, ...]:
-        """Delete all objects of retired versions, then their entries. Returns the versions whose entries this run removed."""
+        """Delete all objects of retired versions, then their entries.
+
+        Returns the versions whose entries this run removed.
+        """
         numbers = [number for number in due if number not in self.unreadable]
         done: list[int] = []
         for batch in _batches(numbers, _VERSIONS_AT_ONCE):
@@ -256,7 +270,9 @@ class _Run:
     def sweep(
         self, history: History, gone: AnyCollection[int], listed: Mapping[int, list[str]]
     ) -> tuple[SweptVersion, ...]:
-        """Delete the objects under numbers without a version, and the incoming state of versions that are no longer open."""
+        """Delete the objects under numbers without a version, and the incoming state of versions that are no longer
+        open.
+        """
         rubbish = {
             key: number
             for number, keys in listed.items()
@@ -270,12 +286,16 @@ class _Run:
     def sweep_files(self, below: int) -> None:
         """Delete files that were registered, and layouts that were declared, before a model of this name was deleted.
 
-        Files and layouts of the current registration have other keys, even if they are equal. Writers no longer use the old keys.
+        Files and layouts of the current registration have other keys, even if they are equal. Writers no longer use the
+        old keys.
         """
         self.delete(key for key in self._files if (registered_files_of(self.model, key) or 0) < below)
 
     def sweep_nodes(self, nodes: Mapping[str, int], grace: Grace, clock: Callable[[], int]) -> None:
-        """Delete nodes of the history that were unreachable for the grace time. Mark the current root if other nodes are unreachable now."""
+        """Delete nodes of the history that were unreachable for the grace time.
+
+        Mark the current root if other nodes are unreachable now.
+        """
         if self.dry_run or not nodes:
             return
         head = self._history().head

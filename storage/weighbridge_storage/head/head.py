@@ -1,8 +1,8 @@
 """Head of a model: the content of its `head.json`, the only object that several writers rewrite.
 
-`Head` is a value. `head_changes` and `open_versions` define its transitions, `head_store` the concurrency of writers, and `docs/formats.md`
-its format. Its size does not grow with the number of versions: it contains the entries of the few newest versions, and a reference to the
-root of a tree with the other entries (`history`).
+`Head` is a value. `head_changes` and `open_versions` define its transitions, `head_store` the concurrency of writers,
+and `docs/formats.md` its format. Its size does not grow with the number of versions: it contains the entries of the few
+newest versions, and a reference to the root of a tree with the other entries (`history`).
 """
 
 from __future__ import annotations
@@ -50,11 +50,13 @@ FEATURES: frozenset[str] = frozenset(
         PINNED,
     )
 )
-"""The features that a head may require in this release. Each item states what a program would do that does not know the feature.
+"""The features that a head may require in this release.
+
+Each item states what a program would do that does not know the feature.
 
 - `HELD_VERSIONS`: versions are held, or will be. It would treat a held version as the newest.
-- `DELETED`: a model of this name was deleted, and its numbering continues. It would continue to receive versions of the deleted model, or
-  delete the files of the current model.
+- `DELETED`: a model of this name was deleted, and its numbering continues. It would continue to receive versions of the
+  deleted model, or delete the files of the current model.
 - `LISTED_TENSORS`: the registration names a list of tensors. It would derive other tensors from the config.
 - `PROTECTED_REFS`: refs are protected. It would move them for any caller.
 - `KEPT_STEPS`: the retention counts steps. It would delete versions that this rule keeps.
@@ -68,7 +70,9 @@ REMEMBERED_FAILURES = 32
 REMEMBERED_REQUESTS = 32
 """Number of ended requests to change refs that a head stores."""
 _KEPT: Mapping[str, bool] = {"whole": False}
-"""Metadata of a field of `Head` whose value is a separate member in the text, without fields that have their defaults."""
+"""Metadata of a field of `Head` whose value is a separate member in the text, without fields that have their
+defaults.
+"""
 _KEPT_WHOLE: Mapping[str, bool] = {"whole": True}
 """As `_KEPT`, but with all fields of the value. The reader rejects a head in which any of them is missing."""
 V = TypeVar("V")
@@ -80,8 +84,8 @@ class Mark:
 
     Attributes:
         root: the root at that time; None if the history had no tree.
-        generation: generation of the head at that time. A node written for that head or an earlier one is below ``root``, or no longer
-            below any root.
+        generation: generation of the head at that time. A node written for that head or an earlier one is below
+            ``root``, or no longer below any root.
         marked_ms: time of the mark, in milliseconds since 1970 UTC.
         extra: fields that this release does not know.
     """
@@ -121,15 +125,17 @@ class Deletion:
 class Head:
     """The state of a model; an instance is always consistent.
 
-    The entries of versions that are part of history, and of retired versions whose objects may still exist, are in ``recent`` or in the
-    tree below ``root``. An entry in ``recent`` replaces the entry in the tree. `history.History` reads both.
+    The entries of versions that are part of history, and of retired versions whose objects may still exist, are in
+    ``recent`` or in the tree below ``root``. An entry in ``recent`` replaces the entry in the tree. `history.History`
+    reads both.
 
     Attributes:
         generation: number of times that the head was written; 0 before the first write.
         next_version: the number that the next version gets, above all numbers assigned so far.
-        files_id: identifier of the currently registered side files (config, tokenizer); empty before the first registration.
-        registration: all other registered data of the model, as JSON. This module reads only its fields ``listed``, ``files`` and
-            ``adapter``.
+        files_id: identifier of the currently registered side files (config, tokenizer); empty before the first
+            registration.
+        registration: all other registered data of the model, as JSON. This module reads only its fields ``listed``,
+            ``files`` and ``adapter``.
         recent: entries, by number, that the tree does not contain or contains in an earlier state.
         removed: numbers whose entries in the tree count as removed.
         root: the root of the tree; None if the history has no tree yet.
@@ -141,8 +147,8 @@ class Head:
         gate: rules that determine which versions are held.
         kept_extra: fields of these values (`KEPT`) that this release does not know, by field name.
         protected: conditions for changes of protected refs, whether or not these exist. Stored with the gate.
-        requests: requests to change protected refs, in the order in which they were made: at most one pending request for each ref, and the
-            last `REMEMBERED_REQUESTS` that have ended.
+        requests: requests to change protected refs, in the order in which they were made: at most one pending request
+            for each ref, and the last `REMEMBERED_REQUESTS` that have ended.
         writes: ids of the last `REMEMBERED_WRITES` writes, the newest last.
         deletion: the last deletion of a model of this name; None if none was deleted.
         pins: pins of versions by adapters, in the order of versions and names; these versions are kept.
@@ -224,8 +230,8 @@ class Head:
 
     @property
     def requires(self) -> tuple[str, ...]:
-        """The features that a reader must know to read the head correctly. Counts held versions below the root, even if `recent` has
-        released them since.
+        """The features that a reader must know to read the head correctly. Counts held versions below the root, even if
+        `recent` has released them since.
         """
         held = (
             self.gate.approval_required
@@ -271,17 +277,13 @@ class Head:
         for number in self.removed:
             check_number("removed version", number, 1, MAX_VERSION)
             if number in states or self.root is None:
-                raise InvalidArgument(
-                    f"version {number} is removed, and {states.get(number, 'there is no tree')}"
-                )
+                raise InvalidArgument(f"version {number} is removed, and {states.get(number, 'there is no tree')}")
             states[number] = "removed"
         if self.root is not None:
             states.setdefault(self.root.last, "in the tree")
         for number, state in states.items():
             if number >= self.next_version:
-                raise InvalidArgument(
-                    f"version {number} is {state}, but the next version is {self.next_version}"
-                )
+                raise InvalidArgument(f"version {number} is {state}, but the next version is {self.next_version}")
 
     def _check_deletion(self) -> None:
         """Check that no version of a deleted model remains."""
@@ -289,9 +291,7 @@ class Head:
             return
         first = min((*self.recent, *self.removed, *self.open, *self.failed), default=self.first_version)
         if self.deletion.below > self.next_version or first < self.first_version:
-            raise InvalidArgument(
-                f"version {first} exists, but the model was deleted below {self.first_version}"
-            )
+            raise InvalidArgument(f"version {first} exists, but the model was deleted below {self.first_version}")
         if self.deleted and (self.next_version > self.first_version or self.root is not None):
             raise InvalidArgument("the model is deleted, but has versions")
 
@@ -314,9 +314,7 @@ class Head:
             check_ref_name(name)
         pending = [each.ref for each in self.requests if each.pending]
         if len({*pending}) < len(pending) or not self.protected.keys() >= {*pending}:
-            raise InvalidArgument(
-                "two requests for one ref are pending, or one for a ref that is not protected"
-            )
+            raise InvalidArgument("two requests for one ref are pending, or one for a ref that is not protected")
         if len({each.request_id for each in self.requests}) < len(self.requests):
             raise InvalidArgument("two requests have the same name")
         if len(self.requests) - len(pending) > REMEMBERED_REQUESTS:
@@ -346,18 +344,17 @@ class Head:
                 "refs": entry_json.named_to_json(self.refs),
                 "writes": list(self.writes),
                 **self._kept_to_json(),
-                **(
-                    {"requests": [entry_json.to_json(each) for each in self.requests]}
-                    if self.requests
-                    else {}
-                ),
+                **({"requests": [entry_json.to_json(each) for each in self.requests]} if self.requests else {}),
                 **({"pins": [entry_json.to_json(each) for each in self.pins]} if self.pins else {}),
                 **({} if self.deletion is None else {"deletion": entry_json.to_json(self.deletion)}),
             }
         )
 
     def _kept_to_json(self) -> dict[str, Any]:
-        """The values in `KEPT` as fields of the text. Values without any field are omitted. Protected refs are part of the gate's field."""
+        """The values in `KEPT` as fields of the text. Values without any field are omitted.
+
+        Protected refs are part of the gate's field.
+        """
         found = {
             each.name: {
                 **self.kept_extra.get(each.name, {}),
@@ -375,8 +372,8 @@ class Head:
 
         Raises:
             DataLoss: it is damaged, malformed or contradictory; the message explains how to rebuild it.
-            FailedPrecondition: it has another format, or requires a feature that this release does not know; the message names the release
-                to use.
+            FailedPrecondition: it has another format, or requires a feature that this release does not know; the
+                message names the release to use.
         """
         try:
             document = document_digests.decode(data, where, FORMAT)
@@ -401,9 +398,7 @@ class Head:
             requests = document.array("requests") if "requests" in document else []
             pins = document.array("pins") if "pins" in document else []
             kept: dict[str, Any] = {
-                each.name: kind(
-                    **entry_json.fields_from_json(kind, members[each.name], whole=each.metadata["whole"])
-                )
+                each.name: kind(**entry_json.fields_from_json(kind, members[each.name], whole=each.metadata["whole"]))
                 for kind, each in KEPT.items()
             }
             removed = [check_number("removed version", n, 1, MAX_VERSION) for n in document.array("removed")]
@@ -426,19 +421,14 @@ class Head:
                 ),
                 writes=tuple(document.array("writes")),
                 pins=tuple(
-                    entry_json.from_json(PinEntry, value, f"{where}, pins[{i}]")
-                    for i, value in enumerate(pins)
+                    entry_json.from_json(PinEntry, value, f"{where}, pins[{i}]") for i, value in enumerate(pins)
                 ),
-                deletion=entry_json.nullable(Deletion, document, "deletion")
-                if "deletion" in document
-                else None,
+                deletion=entry_json.nullable(Deletion, document, "deletion") if "deletion" in document else None,
                 kept_extra={name: rest for name, found in members.items() if (rest := found.rest())},
                 extra=document.rest(),
                 **kept,
             )
 
 
-KEPT: Mapping[type, Field[Any]] = {
-    type(each.default): each for each in fields(Head) if "whole" in each.metadata
-}
+KEPT: Mapping[type, Field[Any]] = {type(each.default): each for each in fields(Head) if "whole" in each.metadata}
 """Fields of a head whose values are separate members in the text, by the type of the value."""

@@ -29,10 +29,12 @@ MAX_REFS = 1024
 
 
 def publish(history: History, entry: VersionEntry) -> Head:
-    """Make a version part of history. ``latest`` moves to it unless ``latest`` names a higher version or the version is held.
+    """Make a version part of history.
 
-    The version is held for the reasons of ``entry`` and those of its opening, except for reasons that were approved since. Metadata and
-    approval are those of the open version. A repeated call with the same write id changes nothing.
+    ``latest`` moves to it unless ``latest`` names a higher version or the version is held.
+
+    The version is held for the reasons of ``entry`` and those of its opening, except for reasons that were approved
+    since. Metadata and approval are those of the open version. A repeated call with the same write id changes nothing.
 
     Raises:
         VersionFailed: the version is not open: it failed, was deleted, or was never opened.
@@ -47,16 +49,14 @@ def publish(history: History, entry: VersionEntry) -> Head:
     opened = still_open(head, number)
     if opened.claim != entry.write_id:
         raise AlreadyExists(f"version {number} is claimed by another writer")
-    entry = replace(
-        entry, held=opened.holding(entry.held), approval=opened.approval, metadata=opened.metadata
-    )
+    entry = replace(entry, held=opened.holding(entry.held), approval=opened.approval, metadata=opened.metadata)
     without = {other: there for other, there in head.open.items() if other != number}
     return with_entry(replace(head, open=without), entry)
 
 
 def with_entry(head: Head, entry: VersionEntry) -> Head:
-    """A head with an added entry of its history. ``latest`` moves to the version, unless the version is held or ``latest`` names a higher
-    version.
+    """A head with an added entry of its history. ``latest`` moves to the version, unless the version is held or
+    ``latest`` names a higher version.
     """
     refs = head.refs if entry.held else _moved(head, REF_LATEST, max(entry.number, head.latest))
     return replace(head, recent={**head.recent, entry.number: entry}, refs=refs)
@@ -74,9 +74,7 @@ def set_ref(history: History, name: str, number: int) -> Head:
     check_there(history, number)
     head = history.head
     if name not in head.refs and len(head.refs) >= MAX_REFS:
-        raise ResourceExhausted(
-            f"the model has {len(head.refs)} refs", fix="delete one that is no longer needed"
-        )
+        raise ResourceExhausted(f"the model has {len(head.refs)} refs", fix="delete one that is no longer needed")
     return replace(head, refs=_moved(head, name, number))
 
 
@@ -116,14 +114,16 @@ def delete_versions(
         numbers: numbers of the versions.
         retired_ms: present time in milliseconds since 1970 UTC.
         model: the model's name, for errors.
-        forced: whether to delete even versions that adapters are based on. Their pins are removed, and the adapters remain without a base.
-        sees: returns whether the caller may know about an adapter of this name. Errors state only the number of the others.
+        forced: whether to delete even versions that adapters are based on. Their pins are removed, and the adapters
+            remain without a base.
+        sees: returns whether the caller may know about an adapter of this name. Errors state only the number of the
+            others.
 
     Raises:
         NotFound: a version does not exist.
-        FailedPrecondition: a version is the base of an adapter, and ``forced`` is not set; a version is still being received; or a ref
-            names a version, or a pending request would make it do so. ``latest`` always names a version, so the newest version that is not
-            held cannot be deleted.
+        FailedPrecondition: a version is the base of an adapter, and ``forced`` is not set; a version is still being
+            received; or a ref names a version, or a pending request would make it do so. ``latest`` always names a
+            version, so the newest version that is not held cannot be deleted.
     """
     head = history.head
     for number in head.open.keys() & set(numbers):
@@ -132,9 +132,7 @@ def delete_versions(
         )
     found = {number: history.find(number) or check_there(history, number) for number in numbers}
     gone = {
-        number: replace(entry, retired_ms=max(retired_ms, 1))
-        for number, entry in found.items()
-        if not entry.retired
+        number: replace(entry, retired_ms=max(retired_ms, 1)) for number, entry in found.items() if not entry.retired
     }
     refs = head.ref_numbers
     for number in gone.keys() & set(refs.values()):
@@ -155,7 +153,10 @@ def delete_versions(
         if adapters := pinned_by(head, number):
             raise FailedPrecondition(
                 f"version {number} is the base of {adapters_text(adapters, sees)}",
-                fix="delete the adapters' versions first, and collect; or delete it anyway with --force: they can no longer be loaded with it",
+                fix=(
+                    "delete the adapters' versions first, and collect; or delete it anyway with "
+                    "--force: they can no longer be loaded with it"
+                ),
             )
     return replace(
         head,
@@ -165,7 +166,10 @@ def delete_versions(
 
 
 def forget_versions(history: History, numbers: Collection[int]) -> Head:
-    """Remove the entries of retired versions after their objects were deleted. Versions that are not retired are ignored."""
+    """Remove the entries of retired versions after their objects were deleted.
+
+    Versions that are not retired are ignored.
+    """
     head = history.head
     gone = {number for number in numbers if (entry := history.find(number)) is not None and entry.retired}
     if not gone:
@@ -181,8 +185,8 @@ def mark_history(head: Head, now_ms: int) -> Head:
 
 
 def keep(head: Head, value: Any) -> Head:
-    """Replace the head's value of this type: a `Retention`, which deletes nothing until a collection runs, or a `Gate`, for versions that are
-    opened later."""
+    """Replace the head's value of this type: a `Retention`, which deletes nothing until a collection runs, or a `Gate`,
+    for versions that are opened later."""
     return replace(head, **{KEPT[type(value)].name: value})
 
 
@@ -195,7 +199,9 @@ def delete_model(
     forced: bool = False,
     sees: Callable[[str], bool] = sees_all,
 ) -> Head:
-    """Delete a model with all of its versions, refs and rules. If the name is registered again, the numbering continues.
+    """Delete a model with all of its versions, refs and rules.
+
+    If the name is registered again, the numbering continues.
 
     A collection deletes the objects; those of a version only once no reader has a lease.
 
@@ -208,19 +214,25 @@ def delete_model(
         sees: as for `delete_versions`.
 
     Raises:
-        FailedPrecondition: versions are being received, refs are protected, or adapters are based on its versions and ``forced`` is not
-            set.
+        FailedPrecondition: versions are being received, refs are protected, or adapters are based on its versions and
+            ``forced`` is not set.
     """
     if head.protected:
         raise FailedPrecondition(
             f"refs of the model are protected: {', '.join(sorted(head.protected)[:5])}",
-            fix="remove their protection first, which needs the same approvals as moving them: weighbridge gate MODEL --unprotect REF",
+            fix=(
+                "remove their protection first, which needs the same approvals as moving them: "
+                "weighbridge gate MODEL --unprotect REF"
+            ),
         )
     if head.pins and not forced:
         adapters = sorted({pin.adapter for pin in head.pins})
         raise FailedPrecondition(
             f"versions of the model are the base of {adapters_text(adapters, sees)}",
-            fix="delete these adapters first, and collect the model; or delete it anyway with --force: they can no longer be loaded with it",
+            fix=(
+                "delete these adapters first, and collect the model; or delete it anyway with "
+                "--force: they can no longer be loaded with it"
+            ),
         )
     if head.open:
         numbers = ", ".join(map(str, sorted(head.open)[:5]))

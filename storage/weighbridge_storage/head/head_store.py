@@ -1,7 +1,7 @@
 """Reader and writer of the heads of models, with their histories.
 
-`HeadStore` reads a head, applies a change, and writes it back with compare-and-swap. If the head has become too long, it moves a part of
-it to the tree of its history, whose new nodes are written before the head (`history`).
+`HeadStore` reads a head, applies a change, and writes it back with compare-and-swap. If the head has become too long,
+it moves a part of it to the tree of its history, whose new nodes are written before the head (`history`).
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ class HeadStore:
         most_recent: maximum number of entries and removals in a head that this object writes.
     """
 
-    def __init__(
-        self, store: ObjectStore, *, patience_s: float = 30.0, most_recent: int = MOST_RECENT
-    ) -> None:
+    def __init__(self, store: ObjectStore, *, patience_s: float = 30.0, most_recent: int = MOST_RECENT) -> None:
         self._store = store
         self._patience_s = patience_s
         self._most_recent = most_recent
@@ -93,7 +91,8 @@ class HeadStore:
 
         Raises:
             DataLoss: the head is damaged; the message says how to rebuild it.
-            FailedPrecondition: it has another format, or requires a feature that is unknown here; the message states the fix.
+            FailedPrecondition: it has another format, or requires a feature that is unknown here; the message states
+                the fix.
             WeighbridgeError: as `ObjectStore.get`.
         """
         asked = time.monotonic()
@@ -110,7 +109,9 @@ class HeadStore:
         return head, etag
 
     def _remember(self, model: ModelName, found: _Known) -> None:
-        """Keep the newer of two heads: if two reads overlap, the read that ends last may have returned the older head."""
+        """Keep the newer of two heads: if two reads overlap, the read that ends last may have returned the older
+        head.
+        """
         with self._remembering:
             known = self._known.get(model)
             after = known is None or found.asked >= known.read
@@ -118,12 +119,18 @@ class HeadStore:
                 self._known.put(model, found)
 
     def last_read(self, model: ModelName) -> Head | None:
-        """The head that was read last; None if none was read or it was evicted. Does not make a request to the store."""
+        """The head that was read last; None if none was read or it was evicted.
+
+        Does not make a request to the store.
+        """
         known = self._known.get(model)
         return None if known is None else known.head
 
     def read_lately(self, model: ModelName, seconds: float) -> Head | None:
-        """The head, if it was read within the last ``seconds`` and this replica has not written a head since. Does not access the store."""
+        """The head, if it was read within the last ``seconds`` and this replica has not written a head since.
+
+        Does not access the store.
+        """
         known = self._known.get(model)
         since = max(time.monotonic() - seconds, self._changed)
         return None if known is None or known.asked < since else known.head
@@ -167,14 +174,14 @@ class HeadStore:
     ) -> T:
         """Change a model's head exactly once, also if other writers change it at the same time.
 
-        If the response to a write is lost or wrong, the write counts as done if its id is in the head afterwards. A change is never applied
-        twice.
+        If the response to a write is lost or wrong, the write counts as done if its id is in the head afterwards. A
+        change is never applied twice.
 
         Args:
             model: the model.
-            change: returns the new head and a result. It may be called several times, so it must not have side effects. Its errors end the
-                update, except Unavailable and DeadlineExceeded from reads of the history, after which it is called again. If it returns the
-                head unchanged, the head is not written.
+            change: returns the new head and a result. It may be called several times, so it must not have side effects.
+                Its errors end the update, except Unavailable and DeadlineExceeded from reads of the history, after
+                which it is called again. If it returns the head unchanged, the head is not written.
             create: whether to start from ``Head()`` if the model does not exist, or from the head of a deleted model.
             deleted: whether to change the head of a deleted model too.
 
@@ -220,11 +227,13 @@ class HeadStore:
                     return result
                 except (Conflict, Unavailable, DeadlineExceeded) as error:
                     failure = error
-                    # A store that raises Conflict has verified it: our write is not in the head, no matter how often others change it.
+                    # A store that raises Conflict has verified it: our write is not in the head, no matter how often
+                    # others change it.
                     doubtful = doubtful or not isinstance(error, Conflict)
                     unsure = unsure or isinstance(error, DeadlineExceeded)
-            # Read the head at once, while it still records this write if the write was carried out, and again after a pause, to get the
-            # newest head. A write that timed out may be carried out between the two reads, so look for all writes each time.
+            # Read the head at once, while it still records this write if the write was carried out, and again after a
+            # pause, to get the newest head. A write that timed out may be carried out between the two reads, so look
+            # for all writes each time.
             seen = base.generation
             for pause_s in (0.0, _pause_s(attempt)):
                 time.sleep(pause_s)
@@ -310,7 +319,8 @@ class HeadStore:
         return [name for name in found if name is not None]
 
     def examined(self) -> Iterator[tuple[ModelName, DataLoss | FailedPrecondition | None]]:
-        """Each model or part of a model, with the error if its head cannot be read (damaged, or of another release); None if it can.
+        """Each model or part of a model, with the error if its head cannot be read (damaged, or of another release);
+        None if it can.
 
         Raises:
             WeighbridgeError: as `ObjectStore.folders` and `ObjectStore.get`.
@@ -332,7 +342,10 @@ class HeadStore:
 
 
 def _pause_s(attempt: int) -> float:
-    """Random pause in seconds. It grows with the number of failed attempts, so that writers do not stay synchronised."""
+    """Random pause in seconds.
+
+    It grows with the number of failed attempts, so that writers do not stay synchronised.
+    """
     return _PAUSES.after(attempt, DICE.random())
 
 

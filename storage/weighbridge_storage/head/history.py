@@ -1,23 +1,27 @@
 """History of a model: the readable versions according to one head.
 
-The head contains the entries of the few newest versions, and changes to older entries. All other entries are in a tree of immutable nodes
-(`history_tree`), and the head names its root. So the number of bytes that a push reads and writes does not grow with the number of
-versions.
+The head contains the entries of the few newest versions, and changes to older entries. All other entries are in a tree
+of immutable nodes (`history_tree`), and the head names its root. So the number of bytes that a push reads and writes
+does not grow with the number of versions.
 
 These invariants hold at any time, with any number of writers, which may crash:
 
-1. *A head is complete.* One head and the tree below its root determine all versions. `settled` moves entries from the head into the tree
+1. *A head is complete.* One head and the tree below its root determine all versions. `settled` moves entries from the
+   head into the tree
 without changing the versions.
-2. *Nodes come first.* All nodes of a new root are in the store before the head that names it is written. That write is a compare-and-swap
-   on the head from which the new tree was made, so the root in the store is always the one that was edited. A writer that loses repeats its
-   edit from the new head; the nodes that it wrote are not below any root, and never will be.
-3. *A node never changes.* Its name contains the generation of the head for which it was written, and the digest of its text. So nodes can
+2. *Nodes come first.* All nodes of a new root are in the store before the head that names it is written. That write is
+   a compare-and-swap on the head from which the new tree was made, so the root in the store is always the one that was
+   edited. A writer that loses repeats its edit from the new head; the nodes that it wrote are not below any root, and
+   never will be.
+3. *A node never changes.* Its name contains the generation of the head for which it was written, and the digest of its
+   text. So nodes can
 be cached indefinitely, and a reader detects a damaged node.
-4. *An unreachable node stays unreachable.* A head of generation g names nodes of generations up to g only, and a writer that made nodes of
-   generation g can only write the head of generation g. So if a node's generation is not higher than that of the current head and the node
-   is not below its root, it will never be below any root. `unreachable` relies on this, and `collecting` keeps such nodes for the grace
-   time, for readers with an older head.
-5. *A reader is never stuck.* If a reader with an older head finds that a node was deleted, it reads the head again and repeats its query.
+4. *An unreachable node stays unreachable.* A head of generation g names nodes of generations up to g only, and a writer
+   that made nodes of generation g can only write the head of generation g. So if a node's generation is not higher than
+   that of the current head and the node is not below its root, it will never be below any root. `unreachable` relies on
+   this, and `collecting` keeps such nodes for the grace time, for readers with an older head.
+5. *A reader is never stuck.* If a reader with an older head finds that a node was deleted, it reads the head again and
+   repeats its query.
 """
 
 from __future__ import annotations
@@ -35,8 +39,8 @@ from weighbridge_storage.head.history_nodes import Node, NodeRef
 from weighbridge_storage.head.history_tree import Load
 
 MOST_RECENT = 32
-"""Maximum number of entries and removals in a head. If there are more, only the entries with the highest numbers stay in the head, half as
-many as this.
+"""Maximum number of entries and removals in a head. If there are more, only the entries with the highest numbers stay
+in the head, half as many as this.
 """
 
 T = TypeVar("T")
@@ -71,7 +75,10 @@ class History:
         return History(head, self._load, self._newer)
 
     def find(self, number: int) -> VersionEntry | None:
-        """The entry of a version that is part of history, or that is retired and whose objects may still exist. None for any other version."""
+        """The entry of a version that is part of history, or that is retired and whose objects may still exist.
+
+        None for any other version.
+        """
 
         def ask(head: Head) -> VersionEntry | None:
             if head.in_tree(number):
@@ -86,7 +93,8 @@ class History:
         return None if entry is None or entry.retired else entry
 
     def is_gone(self, number: int) -> bool:
-        """Whether a number was assigned and is no longer in use: its version failed, or was deleted and its entry removed.
+        """Whether a number was assigned and is no longer in use: its version failed, or was deleted and its entry
+        removed.
 
         This is permanent, so writers and readers do not use objects under such a number.
         """
@@ -94,7 +102,10 @@ class History:
         return given and self.find(number) is None
 
     def newest(self, limit: int, below: int | None = None) -> list[VersionEntry]:
-        """The ``limit`` highest versions that are part of history, in descending order. If ``below`` is given, only lower numbers count."""
+        """The ``limit`` highest versions that are part of history, in descending order.
+
+        If ``below`` is given, only lower numbers count.
+        """
         return self._ask(
             lambda head: list(
                 islice(
@@ -134,9 +145,7 @@ class History:
 
         return self._ask(ask)
 
-    def _descending(
-        self, head: Head, below: int | None, wanted: Callable[[NodeRef], bool]
-    ) -> Iterator[VersionEntry]:
+    def _descending(self, head: Head, below: int | None, wanted: Callable[[NodeRef], bool]) -> Iterator[VersionEntry]:
         """Entries of the head and, for all other numbers, of the tree, in descending order."""
         tree = history_tree.descending(head.root, self._load, below, wanted)
         rest = (entry for entry in tree if head.in_tree(entry.number))
@@ -184,9 +193,7 @@ def settled(head: Head, load: Load, most: int = MOST_RECENT) -> tuple[Head, Mapp
     moved: dict[int, VersionEntry | None] = dict.fromkeys(head.removed)
     moved |= {number: entry for number, entry in head.recent.items() if number not in kept}
     edit = history_tree.edited(head.root, moved, load, head.generation)
-    after = replace(
-        head, root=edit.root, removed=frozenset(), recent={number: head.recent[number] for number in kept}
-    )
+    after = replace(head, root=edit.root, removed=frozenset(), recent={number: head.recent[number] for number in kept})
     return after, edit.nodes
 
 

@@ -1,11 +1,13 @@
 """Nodes of the tree that contains the history of a model: immutable values, and their text.
 
-The tree is a radix tree over version numbers. A **leaf** (level 0) holds the entries of up to `FANOUT` consecutive numbers, from a
-multiple of `FANOUT` on. An **inner node** of level k has up to `FANOUT` children of level k - 1 and covers ``FANOUT ** (k + 1)``
-numbers, from a multiple of that on. Nodes without entries are not stored. The root is the lowest node that covers everything.
+The tree is a radix tree over version numbers. A **leaf** (level 0) holds the entries of up to `FANOUT` consecutive
+numbers, from a multiple of `FANOUT` on. An **inner node** of level k has up to `FANOUT` children of level k - 1 and
+covers ``FANOUT ** (k + 1)`` numbers, from a multiple of that on. Nodes without entries are not stored. The root is the
+lowest node that covers everything.
 
-A node is an object in the store that never changes: its name contains the digest of its text. An edit writes new nodes for the paths from
-the changed leaves to the root (`history_tree`), and the head names the new root. So an intact head verifies every byte of the history.
+A node is an object in the store that never changes: its name contains the digest of its text. An edit writes new nodes
+for the paths from the changed leaves to the root (`history_tree`), and the head names the new root. So an intact head
+verifies every byte of the history.
 """
 
 from __future__ import annotations
@@ -144,7 +146,8 @@ def from_json(data: bytes, ref: NodeRef, where: str) -> Node:
 
     Raises:
         DataLoss: it is malformed, or differs from the reference; the message says how to repair the history.
-        FailedPrecondition: it has another format, or requires a feature that is unknown here; the message states the fix.
+        FailedPrecondition: it has another format, or requires a feature that is unknown here; the message states the
+            fix.
     """
     try:
         if not ref.name.endswith(f"-{document_digests.digest_of(data)}"):

@@ -14,12 +14,17 @@ from weighbridge_storage.head.history_nodes import Node, NodeRef
 from weighbridge_storage.stores.objects import ObjectStore
 
 _CACHED_BYTES = 4 << 20
-"""Maximum bytes of text of the cached nodes, about 300 for each version. Parsed nodes use about three times as much memory."""
+"""Maximum bytes of text of the cached nodes, about 300 for each version.
+
+Parsed nodes use about three times as much memory.
+"""
 _WRITES_AT_ONCE = 8
 
 
 class NodeStore:
-    """The nodes of all models' histories. Thread-safe. It caches the most recently read or written nodes, because nodes never change.
+    """The nodes of all models' histories. Thread-safe.
+
+    It caches the most recently read or written nodes, because nodes never change.
 
     Args:
         store: the store that contains them.
@@ -58,9 +63,7 @@ class NodeStore:
         def write(item: tuple[str, Node]) -> None:
             name, node = item
             key, text = node_key(model, name), history_nodes.to_json(node)
-            self._store.put(
-                key, text, mode="overwrite"
-            )  # with the same text, if another attempt has written it
+            self._store.put(key, text, mode="overwrite")  # with the same text, if another attempt has written it
             self._cache.put(key, (node, len(text)))
 
         if len(nodes) < 2:

@@ -1,7 +1,9 @@
-"""Queries and edits of the tree of a model's history. All functions are pure except for ``load``, which reads immutable nodes.
+"""Queries and edits of the tree of a model's history.
 
-An edit is only planned: it returns the new nodes and the reference to the new root. The old tree and the new tree share all other nodes, so
-both can be read as long as their nodes are in the store.
+All functions are pure except for ``load``, which reads immutable nodes.
+
+An edit is only planned: it returns the new nodes and the reference to the new root. The old tree and the new tree share
+all other nodes, so both can be read as long as their nodes are in the store.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def nbytes(root: NodeRef | None, load: Load, known: Cache[int]) -> int:
     Args:
         root: root of the tree.
         load: reads a node.
-        known: cache of the bytes below each node, by name. Nodes never change, so only nodes that are new since the last call are read.
+        known: cache of the bytes below each node, by name. Nodes never change, so only nodes that are new since the
+            last call are read.
     """
     if root is None:
         return 0
@@ -131,7 +134,10 @@ def edited(
         return ref
 
     def apply(ref: NodeRef | None, level: int, changes: Changes) -> NodeRef | None:
-        """Apply changes to the subtree of ``level`` that covers these numbers. ``ref`` is its current node, possibly of a lower level."""
+        """Apply changes to the subtree of ``level`` that covers these numbers.
+
+        ``ref`` is its current node, possibly of a lower level.
+        """
         if level == 0:
             leaf = Leaf({}) if ref is None else _leaf(ref, load)
             after = {n: entry for n, entry in {**leaf.entries, **changes}.items() if entry is not None}

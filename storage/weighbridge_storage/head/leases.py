@@ -1,22 +1,24 @@
 """Leases of readers that still read a version after its removal from history.
 
-Objects of a retired version stay for a **grace time**, which is enough for most readers. A reader that needs longer holds a **lease**: an
-object ``leases/<number>/<reader>`` next to the versions. It contains the time at which it expires, and the reader renews it. Collections do
-not delete the objects of a version that has an unexpired lease.
+Objects of a retired version stay for a **grace time**, which is enough for most readers. A reader that needs longer
+holds a **lease**: an object ``leases/<number>/<reader>`` next to the versions. It contains the time at which it
+expires, and the reader renews it. Collections do not delete the objects of a version that has an unexpired lease.
 
-Proof that no version is deleted while a reader that follows this protocol reads it: let G be the grace time. Let clocks differ by less than
-G/4, and let each write of a head or a lease take less than G/4. A reader begins at a time s by reading the head, which lists the version.
-So the version is retired by a write that takes effect at some r >= s, and whose ``retired_ms`` is at least r - G/4. A reader that has been
-reading for G/4 writes its lease, so the lease is in the store by s + G/2. A collection looks for leases when ``retired_ms`` is longer ago
-than G by its own clock, which is after r - G/4 + G - G/4 = r + G/2 >= s + G/2. The lease is renewed every G/4, each time for G, and counts
-as expired only G/4 after its expiry time. So clock differences do not end it either.
+Proof that no version is deleted while a reader that follows this protocol reads it: let G be the grace time. Let clocks
+differ by less than G/4, and let each write of a head or a lease take less than G/4. A reader begins at a time s by
+reading the head, which lists the version. So the version is retired by a write that takes effect at some r >= s, and
+whose ``retired_ms`` is at least r - G/4. A reader that has been reading for G/4 writes its lease, so the lease is in
+the store by s + G/2. A collection looks for leases when ``retired_ms`` is longer ago than G by its own clock, which is
+after r - G/4 + G - G/4 = r + G/2 >= s + G/2. The lease is renewed every G/4, each time for G, and counts as expired
+only G/4 after its expiry time. So clock differences do not end it either.
 
-A reader that begins after the version was retired (it resumes a broken stream, or requests a file of a snapshot) counts as a reader that
-began at ``retired_ms``: it writes its lease G/4 after ``retired_ms``, or at once if that time has passed. If the deletion has begun by
-then, the reader gets `NotFound`.
+A reader that begins after the version was retired (it resumes a broken stream, or requests a file of a snapshot) counts
+as a reader that began at ``retired_ms``: it writes its lease G/4 after ``retired_ms``, or at once if that time has
+passed. If the deletion has begun by then, the reader gets `NotFound`.
 
-A reader that stalls for longer than its lease, or cannot write a lease, finds objects missing. Keys are never reused for other content, so
-readers never get wrong bytes. The lease of a crashed reader expires. All replicas of a store must use the same grace time.
+A reader that stalls for longer than its lease, or cannot write a lease, finds objects missing. Keys are never reused
+for other content, so readers never get wrong bytes. The lease of a crashed reader expires. All replicas of a store must
+use the same grace time.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Grace:
     """A grace time and the durations derived from it, in milliseconds.
 
     Attributes:
-        ms: the time for which objects stay after their version was retired, and for which a lease is valid after it is written.
+        ms: the time for which objects stay after their version was retired, and for which a lease is valid after it is
+            written.
 
     Raises:
         InvalidArgument: it is less than four milliseconds, or more than JSON can hold.
@@ -48,7 +51,9 @@ class Grace:
 
     @property
     def quarter_ms(self) -> int:
-        """Time for which a reader does not need a lease, interval of renewals, and maximum difference of clocks, in milliseconds."""
+        """Time for which a reader does not need a lease, interval of renewals, and maximum difference of clocks, in
+        milliseconds.
+        """
         return self.ms // 4
 
     def holds(self, lease: ReadLease, now_ms: int) -> bool:

@@ -1,9 +1,9 @@
 """Ledger of a namespace: the stored bytes of each of its models. With it, the models' heads need not be read.
 
-It is derived from the heads: each amount comes from one generation of a model's head, and an amount of a later generation replaces it. A
-replica that opens a version writes the amount of its model. So if two replicas open versions concurrently, one of them sees both amounts.
-Deletions and failures may be recorded late; until then the total is too high. Before a replica rejects a request because of the ledger, it
-counts the heads (`counted`).
+It is derived from the heads: each amount comes from one generation of a model's head, and an amount of a later
+generation replaces it. A replica that opens a version writes the amount of its model. So if two replicas open versions
+concurrently, one of them sees both amounts. Deletions and failures may be recorded late; until then the total is too
+high. Before a replica rejects a request because of the ledger, it counts the heads (`counted`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class Ledger:
         return sum(amount.nbytes for amount in self.amounts.values())
 
     def noted(self, name: str, amount: Amount) -> Ledger:
-        """The ledger with the amount of a model's head; the same ledger if it already contains an amount of this or a later generation."""
+        """The ledger with the amount of a model's head; the same ledger if it already contains an amount of this or a
+        later generation.
+        """
         there = self.amounts.get(name)
         if there is not None and there.generation >= amount.generation:
             return self
@@ -102,7 +104,8 @@ class Ledger:
 
         Raises:
             DataLoss: it is damaged or malformed.
-            FailedPrecondition: it has another format, or requires a feature that is unknown here; the message states the fix.
+            FailedPrecondition: it has another format, or requires a feature that is unknown here; the message states
+                the fix.
         """
         document = document_digests.decode(data, where, FORMAT)
         document.required(FEATURES)
@@ -140,7 +143,8 @@ class LedgerStore:
 
         Args:
             namespace: the namespace.
-            change: returns the new ledger. It must be idempotent. If it returns the ledger unchanged, the ledger is not written.
+            change: returns the new ledger. It must be idempotent. If it returns the ledger unchanged, the ledger is not
+                written.
 
         Raises:
             Conflict: other writers won every attempt.

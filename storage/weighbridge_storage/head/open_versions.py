@@ -26,8 +26,8 @@ MAX_OPEN = 1024
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Properties of a version, in addition to step and run, that a rank states when it opens the version. All ranks that state properties
-    must state the same.
+    """Properties of a version, in addition to step and run, that a rank states when it opens the version. All ranks
+    that state properties must state the same.
 
     Attributes:
         candidate: whether the version is held until it is approved.
@@ -61,7 +61,8 @@ class Asked:
         nbytes: total size that its safetensors files will have, in bytes; 0 if unknown.
         by: identity of the caller, as the service knows it; the first rank's identity is stored.
         at_least: the lowest number that a new version gets; skipped numbers are never assigned.
-        other: the version that another job has pushed since this job's last push; stored in the metadata of a new version.
+        other: the version that another job has pushed since this job's last push; stored in the metadata of a new
+            version.
         base: the base of a version of an adapter; stored in the metadata of a new version.
     """
 
@@ -89,15 +90,14 @@ def open_version(head: Head, asked: Asked, now_ms: int) -> tuple[Head, OpenEntry
         now_ms: current time in milliseconds since 1970 UTC.
 
     Raises:
-        InvalidArgument: the request has already opened a version with a different step, run, number of ranks or metadata.
+        InvalidArgument: the request has already opened a version with a different step, run, number of ranks or
+            metadata.
         ResourceExhausted: all numbers up to `MAX_VERSION` have been assigned, or too many versions are open.
     """
     said = asked.said
     for there in head.open.values():
         if there.request_id == asked.request_id:
-            check_same_request(
-                there.number, (there.step, there.run, there.ranks), (asked.step, asked.run, asked.ranks)
-            )
+            check_same_request(there.number, (there.step, there.run, there.ranks), (asked.step, asked.run, asked.ranks))
             entry = _with_said(there, said)
             return (head if entry == there else replace(head, open={**head.open, entry.number: entry})), entry
     number = max(head.next_version, asked.at_least)
@@ -105,8 +105,7 @@ def open_version(head: Head, asked: Asked, now_ms: int) -> tuple[Head, OpenEntry
         raise ResourceExhausted(f"all version numbers up to {MAX_VERSION} are taken")
     if len(head.open) >= MAX_OPEN:
         raise ResourceExhausted(
-            counted(len(head.open), "version of the model is", "versions of the model are")
-            + " being received",
+            counted(len(head.open), "version of the model is", "versions of the model are") + " being received",
             fix="wait until one is done, or abort one",
         )
     entry = OpenEntry(
@@ -132,7 +131,9 @@ def open_version(head: Head, asked: Asked, now_ms: int) -> tuple[Head, OpenEntry
 
 
 def check_same_request(number: int, there: tuple[int, str, int], asked: tuple[int, str, int]) -> None:
-    """Raise InvalidArgument if step, run or ranks in a later request differ from those with which the version was opened."""
+    """Raise InvalidArgument if step, run or ranks in a later request differ from those with which the version was
+    opened.
+    """
     if there[2] != asked[2]:
         raise InvalidArgument(
             f"version {number} was opened with {there[2]} ranks, and now with {asked[2]}",
@@ -162,7 +163,10 @@ def _with_said(there: OpenEntry, said: Said) -> OpenEntry:
 
 
 def _with_base(metadata: Metadata, base: BaseVersion | None) -> Metadata:
-    """Metadata with the base of an adapter's version added. Raises InvalidArgument if both together exceed the limit."""
+    """Metadata with the base of an adapter's version added.
+
+    Raises InvalidArgument if both together exceed the limit.
+    """
     return metadata if base is None else checked_metadata({**base.metadata, **metadata})
 
 
@@ -185,7 +189,8 @@ def claim_version(head: Head, number: int, claim: str, holder: str = "") -> Head
         head: the head before.
         number: number of the version.
         claim: identifier of the agreement under which it is written.
-        holder: ``host:port`` of the replica that has taken over the version under that claim; empty for the replica that the claim names.
+        holder: ``host:port`` of the replica that has taken over the version under that claim; empty for the replica
+            that the claim names.
 
     Raises:
         VersionFailed: it is no longer open.
@@ -209,10 +214,11 @@ def renew_version(head: Head, number: int, until_ms: int) -> Head:
 
 
 def give_up_ended(head: Head, ended: Version, now_ms: int) -> Head:
-    """Close an open version that its process has ended, with the error: the version failed or was aborted. See `give_up_version`."""
-    return give_up_version(
-        head, ended.number, ended.error, now_ms, aborted=ended.state is VersionState.ABORTED
-    )
+    """Close an open version that its process has ended, with the error: the version failed or was aborted.
+
+    See `give_up_version`.
+    """
+    return give_up_version(head, ended.number, ended.error, now_ms, aborted=ended.state is VersionState.ABORTED)
 
 
 def give_up_version(head: Head, number: int, reason: str, now_ms: int, *, aborted: bool = False) -> Head:

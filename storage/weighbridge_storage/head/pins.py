@@ -1,19 +1,20 @@
 """Pins of a model's versions by adapters: a pin keeps the version that an adapter is based on. All functions are pure.
 
-From its opening on, a version of an adapter names its base in the adapter's head. The pin is in the base's head. A single write cannot
-change both heads, so the order of reads and writes ensures consistency:
+From its opening on, a version of an adapter names its base in the adapter's head. The pin is in the base's head. A
+single write cannot change both heads, so the order of reads and writes ensures consistency:
 
 1. The version is opened: the adapter's head names its number and its base.
-2. The base's head is read. If it contains a pin that no collection doubts, that pin is used; otherwise a pin without doubt is written
+2. The base's head is read. If it contains a pin that no collection doubts, that pin is used; otherwise a pin without
+   doubt is written
 (`pin`). The service does not receive any data of the version before this step.
 3. The version is received and published, or fails.
 
-A collection removes a pin in three steps. It marks the pin with its own doubt (`doubt`), then reads the adapter's head. If no version there
-is based on the pinned version, it removes the pin if the pin still has that mark (`unpin`). If step 2 of a version precedes the mark, the
-version was opened before the adapter's head was read, so the head names it. If step 2 follows the mark, it finds the doubt, or no pin, and
-writes the pin without the mark, so the pin stays. All of these are compare-and-swap changes of the base's head. So the base of every
-published version has a pin, unless the base was deleted by force. A push to a base that is already pinned reads one additional head, and
-writes only its own.
+A collection removes a pin in three steps. It marks the pin with its own doubt (`doubt`), then reads the adapter's head.
+If no version there is based on the pinned version, it removes the pin if the pin still has that mark (`unpin`). If step
+2 of a version precedes the mark, the version was opened before the adapter's head was read, so the head names it. If
+step 2 follows the mark, it finds the doubt, or no pin, and writes the pin without the mark, so the pin stays. All of
+these are compare-and-swap changes of the base's head. So the base of every published version has a pin, unless the base
+was deleted by force. A push to a base that is already pinned reads one additional head, and writes only its own.
 """
 
 from __future__ import annotations
@@ -56,8 +57,14 @@ def pin(history: History, asked: PinEntry, most: int) -> Head:
         )
     if there is None and sum(each.by == asked.by for each in others) >= most:
         raise ResourceExhausted(
-            f"{asked.by or 'callers without a name'} may have adapters on {counted(most, 'version')} of this model; each adapter counts separately",
-            fix="delete adapters that are not needed any more, and collect the base; or let the service's policy give more `adapters`",
+            (
+                f"{asked.by or 'callers without a name'} may have adapters on "
+                f"{counted(most, 'version')} of this model; each adapter counts separately"
+            ),
+            fix=(
+                "delete adapters that are not needed any more, and collect the base; or let the "
+                "service's policy give more `adapters`"
+            ),
         )
     now = asked if there is None else replace(there, doubt="")
     return replace(head, pins=tuple(sorted((*others, now), key=place)))
@@ -69,23 +76,23 @@ def doubt(head: Head, places: Collection[tuple[int, str]], mark: str) -> Head:
     Args:
         head: head of the base.
         places: `place` of each pin.
-        mark: a new mark for this check. It replaces the mark of any other collection, which then does not remove the pin.
+        mark: a new mark for this check. It replaces the mark of any other collection, which then does not remove the
+            pin.
     """
     marked = tuple(replace(each, doubt=mark) if place(each) in places else each for each in head.pins)
     return replace(head, pins=marked)
 
 
 def unpin(head: Head, places: Collection[tuple[int, str]], mark: str) -> Head:
-    """Remove pins that still have the mark: no version of their adapters was based on the pinned version when the adapter's head was read.
+    """Remove pins that still have the mark: no version of their adapters was based on the pinned version when the
+    adapter's head was read.
 
     Args:
         head: head of the base.
         places: as for `doubt`.
         mark: the mark that was set.
     """
-    return replace(
-        head, pins=tuple(each for each in head.pins if each.doubt != mark or place(each) not in places)
-    )
+    return replace(head, pins=tuple(each for each in head.pins if each.doubt != mark or place(each) not in places))
 
 
 def pinned_by(head: Head, number: int) -> tuple[str, ...]:
@@ -107,8 +114,8 @@ def adapters_text(adapters: Collection[str], sees: Callable[[str], bool]) -> str
 
 
 def is_on(adapter: History, base: str, number: int) -> bool:
-    """Whether any version of an adapter is based on this version of a model. Counts versions that are open, durable, or retired and
-    possibly still readable.
+    """Whether any version of an adapter is based on this version of a model. Counts versions that are open, durable, or
+    retired and possibly still readable.
     """
 
     def on(metadata: Metadata) -> bool:
@@ -116,9 +123,7 @@ def is_on(adapter: History, base: str, number: int) -> bool:
         return found is not None and (found.model, found.number) == (base, number)
 
     stored = (*adapter.versions().values(), *adapter.retired().values())
-    return any(on(each.metadata) for each in adapter.head.open.values()) or any(
-        on(each.metadata) for each in stored
-    )
+    return any(on(each.metadata) for each in adapter.head.open.values()) or any(on(each.metadata) for each in stored)
 
 
 def place(entry: PinEntry) -> tuple[int, str]:

@@ -1,12 +1,15 @@
-"""Requests that need approval by other identities, and their approvals, for held versions and protected refs. All functions are pure.
+"""Requests that need approval by other identities, and their approvals, for held versions and protected refs.
 
-A held version does not need a request: it waits for an approval of each reason for which it is held. One approval per reason is enough. The
-caller's scopes determine whether the caller may approve it.
+All functions are pure.
 
-Only a caller with a scope that names a protected ref may change it. If the change needs approvals, it becomes a request. A ref has at most
-one pending request: a newer request supersedes it. An approval names its request, so a repeated or late approval does not approve anything
-else. The last approval that a request needs carries out the request, in the same write of the head. The scopes at that time apply: once an
-identity has lost its scope, its requests cannot be approved and its approvals do not count.
+A held version does not need a request: it waits for an approval of each reason for which it is held. One approval per
+reason is enough. The caller's scopes determine whether the caller may approve it.
+
+Only a caller with a scope that names a protected ref may change it. If the change needs approvals, it becomes a
+request. A ref has at most one pending request: a newer request supersedes it. An approval names its request, so a
+repeated or late approval does not approve anything else. The last approval that a request needs carries out the
+request, in the same write of the head. The scopes at that time apply: once an identity has lost its scope, its requests
+cannot be approved and its approvals do not count.
 """
 
 from __future__ import annotations
@@ -87,8 +90,8 @@ class Standing:
 
 
 def approve_version(history: History, number: int, approval: Approval) -> Head:
-    """Remove reasons for which a version is held. ``latest`` moves to the version if it is then not held, is part of history, and is the
-    highest such version.
+    """Remove reasons for which a version is held. ``latest`` moves to the version if it is then not held, is part of
+    history, and is the highest such version.
 
     Nothing changes if the version is not held for any of these reasons.
 
@@ -117,9 +120,9 @@ def approve_version(history: History, number: int, approval: Approval) -> Head:
 def request_name(key: str, by: str, nonce: str) -> str:
     """Identifier of a new request.
 
-    The record of an ended request is removed after a while. A caller could then reuse its identifier for another change than the one that
-    an approver is about to approve. So the first part of an identifier identifies repetitions of a call, and the caller cannot choose the
-    second part.
+    The record of an ended request is removed after a while. A caller could then reuse its identifier for another change
+    than the one that an approver is about to approve. So the first part of an identifier identifies repetitions of a
+    call, and the caller cannot choose the second part.
 
     Args:
         key: the caller's key for all repetitions of its call.
@@ -130,9 +133,7 @@ def request_name(key: str, by: str, nonce: str) -> str:
     return f"{digest[:_KEY_DIGITS]}{_SEPARATOR}{nonce}"
 
 
-def ask(
-    history: History, wanted: RequestEntry, asker: Asker, *, may_wait: bool = True
-) -> tuple[Head, RequestEntry]:
+def ask(history: History, wanted: RequestEntry, asker: Asker, *, may_wait: bool = True) -> tuple[Head, RequestEntry]:
     """Change a ref, or request the change if it needs approval. Repeating a request changes nothing.
 
     Args:
@@ -146,7 +147,8 @@ def ask(
 
     Raises:
         PermissionDenied: the ref is protected, and no scope of ``asker`` names it.
-        FailedPrecondition: it needs approvals, and ``may_wait`` is false, or the caller has not authenticated; or the request has ended.
+        FailedPrecondition: it needs approvals, and ``may_wait`` is false, or the caller has not authenticated; or the
+            request has ended.
         AlreadyExists: another request has its identifier.
         NotFound, InvalidArgument, ResourceExhausted: as `set_ref` and `delete_ref`.
     """
@@ -192,7 +194,9 @@ def approve_request(
     now_ms: int,
     note: str = "",
 ) -> tuple[Head, RequestEntry]:
-    """Approve a request. The last approval that it needs carries out the request. A repeated approval by one identity does not count again.
+    """Approve a request. The last approval that it needs carries out the request.
+
+    A repeated approval by one identity does not count again.
 
     Args:
         history: the history before.
@@ -208,8 +212,8 @@ def approve_request(
 
     Raises:
         PermissionDenied: ``asker`` has made the request, or has no scope that names the ref.
-        FailedPrecondition: the request was withdrawn or superseded, or has expired; the approver has not authenticated; or the requester
-            has lost its scope.
+        FailedPrecondition: the request was withdrawn or superseded, or has expired; the approver has not authenticated;
+            or the requester has lost its scope.
         NotFound: the request does not exist for this ref, or the version that it names no longer exists.
     """
     history = history.under(expire(history.head, now_ms))
@@ -236,9 +240,7 @@ def approve_request(
     return _carried_out(history, there, asker.name, now_ms)
 
 
-def withdraw_request(
-    head: Head, ref: str, request_id: str, asker: Asker, *, now_ms: int
-) -> tuple[Head, RequestEntry]:
+def withdraw_request(head: Head, ref: str, request_id: str, asker: Asker, *, now_ms: int) -> tuple[Head, RequestEntry]:
     """End a request without carrying it out. A repeated call changes nothing.
 
     Raises:
@@ -284,9 +286,7 @@ def protect(head: Head, wanted: RequestEntry, approvals: int, asker: Asker) -> H
             fix="remove its protection first: weighbridge gate MODEL --unprotect REF",
         )
     if there is None and len(head.protected) >= MAX_PROTECTED:
-        raise ResourceExhausted(
-            f"the model has {len(head.protected)} protected refs", fix="protect fewer of them"
-        )
+        raise ResourceExhausted(f"the model has {len(head.protected)} protected refs", fix="protect fewer of them")
     raised = replace(there or ProtectionEntry(), approvals=approvals)
     after = replace(head, protected={**head.protected, wanted.ref: raised})
     return _with(after, _closed(wanted, REQUEST_DONE, asker.name, wanted.asked_ms))
@@ -301,7 +301,9 @@ def expire(head: Head, now_ms: int) -> Head:
 
 
 def missing(head: Head, request: RequestEntry, standing: Standing) -> int:
-    """Number of approvals that a pending request still needs; approvals by identities that may no longer approve do not count."""
+    """Number of approvals that a pending request still needs; approvals by identities that may no longer approve do not
+    count.
+    """
     protection = head.protected.get(request.ref)
     if protection is None or not request.pending:
         return 0
@@ -333,8 +335,8 @@ def _effect(history: History, request: RequestEntry) -> Head:
 
 
 def _with(head: Head, request: RequestEntry) -> Head:
-    """A head with a request. It replaces the request with the same identifier, or is added last. The oldest ended requests are removed.
-    Requests for unprotected refs are not stored.
+    """A head with a request. It replaces the request with the same identifier, or is added last. The oldest ended
+    requests are removed. Requests for unprotected refs are not stored.
     """
     if request.ref not in head.protected:
         return head
@@ -372,9 +374,7 @@ def _pending(head: Head, ref: str) -> RequestEntry | None:
 def _named(head: Head, ref: str, request_id: str) -> RequestEntry:
     there = next((each for each in head.requests if (each.request_id, each.ref) == (request_id, ref)), None)
     if there is None:
-        raise NotFound(
-            f"there is no request {shown(request_id)} for the ref {shown(ref)}{_instead(head, ref)}"
-        )
+        raise NotFound(f"there is no request {shown(request_id)} for the ref {shown(ref)}{_instead(head, ref)}")
     return there
 
 

@@ -1,17 +1,19 @@
 """Decision which versions of a model are kept, with the reasons. All functions are pure.
 
-A version is kept if a ref names it, an engine serves it, an adapter is based on it, or a rule of the model's retention selects it.
-``latest`` names the highest version that is not held, so this version is always kept.
+A version is kept if a ref names it, an engine serves it, an adapter is based on it, or a rule of the model's retention
+selects it. ``latest`` names the highest version that is not held, so this version is always kept.
 
-A held version never displaces a version that is not held. `Retention.keep_last` selects that many of the newest versions that are not held.
-Among the versions newer than the oldest of these, it also selects as many of the newest held versions, because they may still be approved.
-So a trainer that pushes only NaN from some step on does not lose any of its good versions, and does not fill the store.
+A held version never displaces a version that is not held. `Retention.keep_last` selects that many of the newest
+versions that are not held. Among the versions newer than the oldest of these, it also selects as many of the newest
+held versions, because they may still be approved. So a trainer that pushes only NaN from some step on does not lose any
+of its good versions, and does not fill the store.
 
-`Retention.keep_every` selects one version of each slot of that many consecutive numbers: the lowest number that is part of history and not
-held. Higher numbers do not replace a selected version, and numbers are never reused. Later decisions change the selection in one case only:
-a lower number of the same slot that was still being received, or held, replaces the selected version when it is published or approved. So a
-slot that once had a version always has one, unless it is deleted manually. `Retention.keep_every_steps` does the same for slots of that
-many consecutive steps of one run: versions of two runs never share a slot, and versions that were pushed without a step count as step 0.
+`Retention.keep_every` selects one version of each slot of that many consecutive numbers: the lowest number that is part
+of history and not held. Higher numbers do not replace a selected version, and numbers are never reused. Later decisions
+change the selection in one case only: a lower number of the same slot that was still being received, or held, replaces
+the selected version when it is published or approved. So a slot that once had a version always has one, unless it is
+deleted manually. `Retention.keep_every_steps` does the same for slots of that many consecutive steps of one run:
+versions of two runs never share a slot, and versions that were pushed without a step count as step 0.
 """
 
 from __future__ import annotations
@@ -94,9 +96,7 @@ def _rules(retention: Retention, versions: Mapping[int, VersionEntry], now_ms: i
     every, steps = retention.keep_every, retention.keep_every_steps
     of_numbers = _firsts(released, lambda number: number // every) if every else set()
     of_steps = (
-        _firsts(released, lambda number: (versions[number].run, versions[number].step // steps))
-        if steps
-        else set()
+        _firsts(released, lambda number: (versions[number].run, versions[number].step // steps)) if steps else set()
     )
     since_ms = now_ms - retention.keep_younger_s * 1000
     return {
@@ -104,9 +104,7 @@ def _rules(retention: Retention, versions: Mapping[int, VersionEntry], now_ms: i
         RULE_KEEP_EVERY: of_numbers,
         RULE_KEEP_EVERY_STEPS: of_steps,
         RULE_KEEP_YOUNGER: {
-            number
-            for number, entry in versions.items()
-            if retention.keep_younger_s and entry.created_ms > since_ms
+            number for number, entry in versions.items() if retention.keep_younger_s and entry.created_ms > since_ms
         },
     }
 
@@ -120,7 +118,8 @@ def _firsts(released: Sequence[int], slot_of: Callable[[int], Hashable]) -> set[
 
 
 def _last(released: Sequence[int], numbers: Iterable[int], count: int) -> set[int]:
-    """The newest versions that are not held and, among those newer than the oldest of these, as many of the newest held versions.
+    """The newest versions that are not held and, among those newer than the oldest of these, as many of the newest held
+    versions.
 
     Args:
         released: numbers of versions that are not held, in ascending order.
@@ -135,9 +134,7 @@ def _last(released: Sequence[int], numbers: Iterable[int], count: int) -> set[in
     return newest.union(held[-count:])
 
 
-def retire(
-    history: History, now_ms: int, served: Mapping[int, Sequence[str]] = NOBODY
-) -> tuple[Head, Decision]:
+def retire(history: History, now_ms: int, served: Mapping[int, Sequence[str]] = NOBODY) -> tuple[Head, Decision]:
     """Retire the versions that are not kept, and close abandoned open versions. Arguments are those of `decide`.
 
     Returns:

@@ -1,6 +1,7 @@
 """Bytes of one file of a version, independent of their location.
 
-Every file of a version has its own source: if a pull reads two files, one may be in an image and the other in a remote store.
+Every file of a version has its own source: if a pull reads two files, one may be in an image and the other in a remote
+store.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Place:
         key: identifies the memory or the file that contains them.
         nbytes: size of this memory or file.
         offset: offset of the file's first byte in it.
-        open: returns a descriptor for reading it. The caller closes the descriptor. Raises OSError or NotFound if it no longer exists.
+        open: returns a descriptor for reading it. The caller closes the descriptor. Raises OSError or NotFound if it no
+            longer exists.
         lasting: whether it is memory that is reused for later versions, as opposed to a file.
         leave_open: reports that a process with a descriptor disconnected without releasing it.
         digests: digests of parts of the file, for processes that read them there.
@@ -68,16 +70,19 @@ class Place:
 class FileBytes(ABC):
     """The bytes of one file, read-only. All methods may be called from any thread.
 
-    Arguments describe bytes as in a strided array: one byte for each index, at the offset plus the sum over the axes of index times
-    stride. Strides are not negative.
+    Arguments describe bytes as in a strided array: one byte for each index, at the offset plus the sum over the axes of
+    index times stride. Strides are not negative.
 
-    Errors of all methods: DataLoss (the file no longer exists, or differs from the manifest), Unavailable (it is unreachable) and
-    ResourceExhausted (no space for its bytes).
+    Errors of all methods: DataLoss (the file no longer exists, or differs from the manifest), Unavailable (it is
+    unreachable) and ResourceExhausted (no space for its bytes).
     """
 
     @property
     def is_near(self) -> bool:
-        """Whether the bytes are in memory or in a file on this machine. Otherwise, call `prepare` before reading them."""
+        """Whether the bytes are in memory or in a file on this machine.
+
+        Otherwise, call `prepare` before reading them.
+        """
         return True
 
     @property
@@ -87,7 +92,10 @@ class FileBytes(ABC):
 
     @property
     def identity(self) -> Hashable:
-        """Identity of the file. It differs from the identity of a later file with the same name. None if the file is not on this machine."""
+        """Identity of the file. It differs from the identity of a later file with the same name.
+
+        None if the file is not on this machine.
+        """
         return None
 
     @abstractmethod
@@ -149,7 +157,9 @@ class MappedBytes(FileBytes):
 
 
 class FileOnDisk(FileBytes):
-    """A file on this machine, or a part of a file, read with pread. A failed read raises an error, whereas a mapping would end the process.
+    """A file on this machine, or a part of a file, read with pread.
+
+    A failed read raises an error, whereas a mapping would end the process.
 
     Args:
         descriptor: descriptor of the file; closed with this object.

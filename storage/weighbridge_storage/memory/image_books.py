@@ -1,6 +1,8 @@
-"""Bookkeeping of a pool of images: its regions, their holders, and the reservations for regions that are not created yet.
+"""Bookkeeping of a pool of images: its regions, their holders, and the reservations for regions that are not created
+yet.
 
-The caller holds a lock. So this module never waits, and its only system calls check whether another process still has a region mapped.
+The caller holds a lock. So this module never waits, and its only system calls check whether another process still has a
+region mapped.
 """
 
 from __future__ import annotations
@@ -81,7 +83,10 @@ class Holding:
             HeldFor.READERS: f"kept by {self.readers} readers",
             HeldFor.MAPPED: "still mapped by another process",
         }[self.use]
-        return f"{self.owner}: {readable_size(self.nbytes)} of {place}, {why}, for {readable_duration(seconds, rough=True)}"
+        return (
+            f"{self.owner}: {readable_size(self.nbytes)} of {place}, {why}, for "
+            f"{readable_duration(seconds, rough=True)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,8 @@ class ImageBooks:
 
     def __init__(self) -> None:
         self._free: list[Region] = []  # the least recently used first
-        # regions that are not held but that other processes still use: the region, its last holding, and the time of release
+        # regions that are not held but that other processes still use: the region, its last holding, and the time of
+        # release
         self._mapped: list[tuple[Region, Holding, float]] = []
         self._regions = {True: 0, False: 0}  # bytes in memory and on disk, including regions being created
         self._unmade = {True: 0, False: 0}  # bytes of these that are not allocated yet
@@ -195,7 +201,9 @@ class ImageBooks:
         return region in self._free
 
     def take_back(self, region: Region) -> None:
-        """Put back a region that was removed but cannot be returned to the system yet, because other processes still have it mapped."""
+        """Put back a region that was removed but cannot be returned to the system yet, because other processes still
+        have it mapped.
+        """
         self._regions[region.in_memory] += region.capacity
         holding = Holding(ImageOwner(region.model), region.capacity, region.in_memory, HeldFor.MAPPED, 0.0)
         self._mapped.append((region, holding, time.monotonic()))

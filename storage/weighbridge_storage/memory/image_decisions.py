@@ -1,7 +1,8 @@
 """Decision on the placement of an image: in memory, on disk, later, or never.
 
-There are two kinds of space, memory and disk. Two limits apply to each: a budget, and the headroom of the machine. This module decides from
-figures. `image_pool` carries out the decision under the lock that guards the figures: it reserves space before it creates a region.
+There are two kinds of space, memory and disk. Two limits apply to each: a budget, and the headroom of the machine. This
+module decides from figures. `image_pool` carries out the decision under the lock that guards the figures: it reserves
+space before it creates a region.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Space:
         budget: maximum bytes of all regions together.
         in_use: bytes of regions that are held.
         free: bytes of each region that can be reused, the least recently used first.
-        available: bytes that the machine has available now, in addition to the existing regions; reservations for regions that are not
-            created yet are subtracted.
+        available: bytes that the machine has available now, in addition to the existing regions; reservations for
+            regions that are not created yet are subtracted.
         most: bytes that would be available for images if no other process used any.
         own: indexes of the free regions last used by an image of the same model, whose trainers may have them mapped.
     """
@@ -107,8 +108,8 @@ Decision: TypeAlias = Reuse | Make | GiveBack | Later | Refuse
 def decide(nbytes: int, memory: Space, disk: Space) -> Decision:
     """Place an image.
 
-    Tries in this order: reuse a free region in memory; create a new region in memory, after returning free regions if necessary; the same
-    on disk.
+    Tries in this order: reuse a free region in memory; create a new region in memory, after returning free regions if
+    necessary; the same on disk.
 
     Args:
         nbytes: bytes of its region.
@@ -124,9 +125,7 @@ def decide(nbytes: int, memory: Space, disk: Space) -> Decision:
 def offer(nbytes: int, space: Space, *, in_memory: bool) -> Reuse | Make | GiveBack | None:
     """Way to place an image in one kind of space; None if it does not fit now."""
     fitting = [
-        (index not in space.own, capacity, index)
-        for index, capacity in enumerate(space.free)
-        if fits(nbytes, capacity)
+        (index not in space.own, capacity, index) for index, capacity in enumerate(space.free) if fits(nbytes, capacity)
     ]
     if fitting:
         return Reuse(in_memory, min(fitting)[-1])

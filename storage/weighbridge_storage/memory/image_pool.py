@@ -1,7 +1,8 @@
 """Pool of images. It creates images, reuses their memory, and admits requests for them.
 
-Fresh pages cost far more than the copy into them, so a pool creates regions once and reuses them. It promises only space that exists: a
-request for an image is queued and admitted by `image_decisions`, and its space is reserved in the books before any of it is allocated.
+Fresh pages cost far more than the copy into them, so a pool creates regions once and reuses them. It promises only
+space that exists: a request for an image is queued and admitted by `image_decisions`, and its space is reserved in the
+books before any of it is allocated.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ log = logging.getLogger(__name__)
 
 _NOBODY = ImageOwner()
 _LOOK_SECONDS = 0.25
-"""Interval in seconds at which a waiting request checks again, because the pool is not notified when other processes unmap regions."""
+"""Interval in seconds at which a waiting request checks again, because the pool is not notified when other processes
+unmap regions.
+"""
 _MOST_FREE = 64
 """Maximum number of free regions, regardless of their sizes. Each uses a descriptor and a mapping."""
 _LET_GO_SECONDS = 0.5
-"""Seconds that other processes have to unmap memory that is returned to the system, before it counts as used by them. Usually they need
-milliseconds.
+"""Seconds that other processes have to unmap memory that is returned to the system, before it counts as used by them.
+Usually they need milliseconds.
 """
 _LET_GO_PAUSE = 0.001
 _NAMED = 20
@@ -98,15 +101,16 @@ class ImageRequest:
         return time.monotonic() - self._since
 
     def take(self, patience: float = 0.0) -> Image:
-        """The image, once the request is first in the queue and there is space. Creates the image outside of the queue, because this takes
-        time.
+        """The image, once the request is first in the queue and there is space. Creates the image outside of the queue,
+        because this takes time.
 
         Args:
-            patience: seconds to wait for that. A caller that does not want to wait can call again later; the request keeps its place.
+            patience: seconds to wait for that. A caller that does not want to wait can call again later; the request
+                keeps its place.
 
         Raises:
-            ResourceExhausted: there was no space in time. The message states how much is missing, and the details name the holders. Without
-                a `retry_after`, there will never be space.
+            ResourceExhausted: there was no space in time. The message states how much is missing, and the details name
+                the holders. Without a `retry_after`, there will never be space.
         """
         return self._pool.fulfil(self, self._sizes, patience)
 
@@ -120,17 +124,17 @@ class ImageRequest:
 class ImagePool:
     """Creates images and reuses their regions. Thread-safe.
 
-    A region is not zeroed between two uses. This is safe because readers get an image only when it is complete, and an image is complete
-    only when headers and tensors have overwritten every byte of every file. A region that another process may still write to
-    (`Region.may_change`) is not reused before that process has finished.
+    A region is not zeroed between two uses. This is safe because readers get an image only when it is complete, and an
+    image is complete only when headers and tensors have overwritten every byte of every file. A region that another
+    process may still write to (`Region.may_change`) is not reused before that process has finished.
 
     Requests are admitted in the order of arrival: a small request does not overtake a large request that is waiting.
 
     Args:
         budget_bytes: maximum bytes of shared memory for all images together, including free regions.
         spill_folder: folder for images that do not fit into memory; None to make them wait. It must exist.
-        recall: called with each region that other processes may have mapped, before the region is used for another model or returned to the
-            system.
+        recall: called with each region that other processes may have mapped, before the region is used for another
+            model or returned to the system.
         spill_bytes: maximum bytes of all images in this folder.
         memory_room: reads the headroom of the machine; called before each region is created.
 
@@ -201,14 +205,19 @@ class ImagePool:
         return None
 
     def _admit(self, request: ImageRequest, deadline: float) -> Reuse | Make | GiveBack:
-        """Wait until a request is first in the queue and there is space for it, or returning free regions would free enough space."""
+        """Wait until a request is first in the queue and there is space for it, or returning free regions would free
+        enough space.
+        """
         while True:
             memory, disk = self._spaces(request)
             decision = image_decisions.decide(request.nbytes, memory, disk)
             ahead = self._line[0] if self._line and self._line[0] is not request else None
             if isinstance(decision, Refuse):
                 raise ResourceExhausted(
-                    f"{request.owner} can never be received here: {image_decisions.shortage(request.nbytes, memory, disk)}",
+                    (
+                        f"{request.owner} can never be received here: "
+                        f"{image_decisions.shortage(request.nbytes, memory, disk)}"
+                    ),
                     fix=image_decisions.remedy(request.nbytes, memory, disk),
                 )
             if ahead is not None:
@@ -229,7 +238,10 @@ class ImagePool:
         return ResourceExhausted(
             f"{request.owner} found no room within {readable_duration(request.seconds, rough=True)}: {request.reason}",
             details=[str(holding) for holding in self._holdings()[:_NAMED]],
-            fix="wait until another version is done, abort one, or release tensors that were pulled without a copy; if that goes on, "
+            fix=(
+                "wait until another version is done, abort one, or release tensors that were "
+                "pulled without a copy; if that goes on, "
+            )
             + image_decisions.remedy(request.nbytes, memory, disk, beside=memory.in_use),
             retry_after=_LOOK_SECONDS,
         )
@@ -242,8 +254,8 @@ class ImagePool:
                 self._changed.notify_all()
 
     def make_ahead(self, file_sizes: Mapping[str, int], owner: ImageOwner, count: int) -> int:
-        """Allocate memory for ``count`` images of a model, including existing images, as long as this does not take memory from other
-        models.
+        """Allocate memory for ``count`` images of a model, including existing images, as long as this does not take
+        memory from other models.
 
         Args:
             file_sizes: sizes of the images' files in bytes, by name.
@@ -316,9 +328,7 @@ class ImagePool:
             for request, in_memory in self._making.items()
         ]
         images = [image.holding for image in self._images]
-        found += [
-            holding for holding in images if holding.use is not HeldFor.MAPPED
-        ]  # these are in the books
+        found += [holding for holding in images if holding.use is not HeldFor.MAPPED]  # these are in the books
         found += self._books.mapped
         return sorted(found, key=lambda holding: -holding.seconds)
 
@@ -327,18 +337,17 @@ class ImagePool:
         if image_decisions.offer(nbytes, memory, in_memory=True):
             return memory, image_decisions.NO_SPACE
         if nbytes <= memory.ceiling and any(making.ahead for making in self._making):
-            # a region that is being created in advance is ready in a moment, and can then be reused or returned: memory is worth this wait
+            # a region that is being created in advance is ready in a moment, and can then be reused or returned: memory
+            # is worth this wait
             return memory, image_decisions.NO_SPACE
         return memory, self._disk()
 
     def _memory_for(self, request: ImageRequest) -> Space:
-        """Space in memory for an image. The reuse of a free region does not need headroom, so the limits, which take a millisecond to read,
-        are not read for it.
+        """Space in memory for an image. The reuse of a free region does not need headroom, so the limits, which take a
+        millisecond to read, are not read for it.
         """
         self._books.look_again()
-        there = self._books.space(
-            in_memory=True, budget=self._budget, room=Headroom(0, 0), model=request.owner.model
-        )
+        there = self._books.space(in_memory=True, budget=self._budget, room=Headroom(0, 0), model=request.owner.model)
         offer = image_decisions.offer(request.nbytes, there, in_memory=True)
         return there if isinstance(offer, Reuse) else self._memory()
 
@@ -391,7 +400,8 @@ class ImagePool:
     def _give_back(self, image: Image, region: Region) -> None:
         holding = image.holding
         if region.was_left_open and not region.in_memory:
-            # not every file system knows which processes have a file open; its space is freed when the last reader closes it
+            # not every file system knows which processes have a file open; its space is freed when the last reader
+            # closes it
             with self._changed:
                 self._books.forget(region.capacity, in_memory=False)
                 self._changed.notify_all()
@@ -406,8 +416,8 @@ class ImagePool:
         self._close_all(surplus)
 
     def _close_all(self, regions: list[Region]) -> int:
-        """Close regions. Returns the number of their bytes. A region that other processes keep mapped stays in the books until they unmap
-        it.
+        """Close regions. Returns the number of their bytes. A region that other processes keep mapped stays in the
+        books until they unmap it.
         """
         for region in regions:
             self._recall(region)
@@ -425,7 +435,8 @@ class ImagePool:
     @staticmethod
     def _is_let_go(region: Region, until: float) -> bool:
         if not region.in_memory:
-            return True  # not every file system knows which processes have a file open; its space is freed with the last reader
+            # not every file system knows which processes have a file open; its space is freed with the last reader
+            return True
         region.left_open()
         while region.in_use_elsewhere():
             if time.monotonic() > until:

@@ -1,7 +1,7 @@
 """Images: the buffers in which versions are assembled, with the holds of their users.
 
-An image contains the final bytes of a version's files in one region of shared memory or of an unlinked file on local disk. Each file begins
-at a page boundary. `image_pool` creates images.
+An image contains the final bytes of a version's files in one region of shared memory or of an unlinked file on local
+disk. Each file begins at a page boundary. `image_pool` creates images.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def together(*holds: Hold) -> Hold:
 class Image:
     """Buffers for the files of one version. An `ImagePool` creates them.
 
-    The caller that acquired the image holds it until `release`; other users take a `hold` while they use it. When the last hold ends, the
-    region returns to the pool. Arrays over it that a caller has kept will then contain another version's bytes.
+    The caller that acquired the image holds it until `release`; other users take a `hold` while they use it. When the
+    last hold ends, the region returns to the pool. Arrays over it that a caller has kept will then contain another
+    version's bytes.
 
     Attributes:
         sizes: size of each file in bytes.
@@ -200,7 +201,8 @@ class Image:
 
 
 def place_files(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Offset of each file if each begins on its own page, and the bytes needed for all files: whole pages, at least one.
+    """Offset of each file if each begins on its own page, and the bytes needed for all files: whole pages, at least
+    one.
 
     Raises:
         InvalidArgument: a size is negative.

@@ -1,8 +1,9 @@
 """Memory limits of this process: its control groups, its address space, and the machine it runs on.
 
-Images are shared memory. The kernel charges it to the first control group that touches it, and does not reclaim it. If a limit is exceeded,
-the kernel kills a process. So the service reads the limits before it allocates memory. All limits count: the process's control group, each
-of its ancestors, and the memory left on the machine. Page cache can be reclaimed and does not count as used, unless it waits to be written.
+Images are shared memory. The kernel charges it to the first control group that touches it, and does not reclaim it. If
+a limit is exceeded, the kernel kills a process. So the service reads the limits before it allocates memory. All limits
+count: the process's control group, each of its ancestors, and the memory left on the machine. Page cache can be
+reclaimed and does not count as used, unless it waits to be written.
 
 Sources: Linux, Documentation/admin-guide/cgroup-v2.rst ("Memory") and cgroup-v1/memory.rst; proc(5).
 """
@@ -136,7 +137,8 @@ def group_folders(cgroup: str, mounts: Iterable[Mount]) -> list[tuple[int, list[
         mounts: all mounts.
 
     Returns:
-        The version, 1 or 2, and the folders: the process's own group first, then its ancestors, as far as they are visible.
+        The version, 1 or 2, and the folders: the process's own group first, then its ancestors, as far as they are
+        visible.
     """
     found = []
     for line in cgroup.splitlines():
@@ -185,9 +187,7 @@ def group_limit(version: int, name: str, files: Mapping[str, str]) -> MemoryLimi
     if usage is None or not set_:
         return None
     tightest = min(set_, key=lambda each: set_[each])
-    return MemoryLimit(
-        f"{tightest} of control group {name}", set_[tightest], usage - _reclaimable(version, stat)
-    )
+    return MemoryLimit(f"{tightest} of control group {name}", set_[tightest], usage - _reclaimable(version, stat))
 
 
 def _reclaimable(version: int, stat: Mapping[str, int]) -> int:
@@ -259,9 +259,7 @@ def read_memory(root: Path = Path("/")) -> MemoryReading:
     ]
     for version, folders in group_folders(_read(process / "cgroup"), mounts):
         found += [
-            group_limit(
-                version, f"/{folder.relative_to(folders[-1])}".removesuffix("."), _group_files(root, folder)
-            )
+            group_limit(version, f"/{folder.relative_to(folders[-1])}".removesuffix("."), _group_files(root, folder))
             for folder in folders
         ]
     limits = tuple(limit for limit in found if limit is not None)

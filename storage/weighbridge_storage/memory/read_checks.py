@@ -1,8 +1,8 @@
 """Comparison of stored bytes with their digests while they are read.
 
-XXH3-128 needs bytes in order, but readers read them in any order: several connections share one stream, and ranks of an engine read parts
-of tensors. So bytes that are next in order are hashed as they are read. Other ranges are recorded, and read again when it is their turn. A
-digest is compared each time all of its bytes have been read.
+XXH3-128 needs bytes in order, but readers read them in any order: several connections share one stream, and ranks of an
+engine read parts of tensors. So bytes that are next in order are hashed as they are read. Other ranges are recorded,
+and read again when it is their turn. A digest is compared each time all of its bytes have been read.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ def differs(what: str, file: str, title: str) -> DataLoss:
     named = f"{file} of {title}" if what == file else f"{what} in {file} of {title}"
     return DataLoss(
         f"{named} does not agree with its digest",
-        fix=f"`weighbridge verify {title}` reads all of it again; if it fails again, the store has lost bytes: restore the file from a backup",
+        fix=(
+            f"`weighbridge verify {title}` reads all of it again; if it fails again, the store has "
+            "lost bytes: restore the file from a backup"
+        ),
         worth_retrying=0.0,
     )
 
@@ -80,7 +83,8 @@ def parts_between(parts: Sequence[DigestedRange], start: int, end: int) -> Itera
 class ReadChecks:
     """Comparison of one file's bytes as any number of readers read them. Thread-safe.
 
-    If a part did not match once, all later reads of it fail, because other readers may have read only some of its bytes so far.
+    If a part did not match once, all later reads of it fail, because other readers may have read only some of its bytes
+    so far.
 
     Args:
         file: name of the file.
@@ -157,7 +161,10 @@ class _Passing:
         self._taken_at = time.monotonic()
 
     def take(self, start: int, data: memoryview, again: Again | None) -> bool | None:
-        """Hash bytes. When the last bytes of the part have arrived, returns once whether the part matches; otherwise returns None."""
+        """Hash bytes.
+
+        When the last bytes of the part have arrived, returns once whether the part matches; otherwise returns None.
+        """
         with self._lock:
             if self._ended:
                 return None

@@ -1,8 +1,9 @@
 """Regions of memory or disk that contain images, and their descriptors in other processes.
 
-A region is a piece of shared memory, or of an unlinked file on local disk. Each other process gets a newly opened descriptor, so that the
-kernel counts it: the kernel then knows whether any other process could still write. It could not distinguish a duplicated descriptor from
-ours. The service queries the kernel only about processes that have not reported the end of their writes.
+A region is a piece of shared memory, or of an unlinked file on local disk. Each other process gets a newly opened
+descriptor, so that the kernel counts it: the kernel then knows whether any other process could still write. It could
+not distinguish a duplicated descriptor from ours. The service queries the kernel only about processes that have not
+reported the end of their writes.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class _PlainPages:
         if not self._told:
             self._told = True
             log.warning(
-                "images use small pages, at least in part, which makes fresh memory and its first use slower: %s (madvise(2), "
+                "images use small pages, at least in part, which makes fresh memory and its "
+                "first use slower: %s (madvise(2), "
                 "MADV_COLLAPSE, needs Linux 6.1 with transparent huge pages, and free memory in pieces of 2 MiB)",
                 error.strerror,
             )
@@ -71,8 +73,8 @@ class Region:
     Args:
         capacity: bytes; a multiple of `PAGE`, at least one.
         folder: folder of the file; None for shared memory.
-        on_allocated: called with numbers of bytes as they are allocated, which takes time. The last call precedes the return of the
-            constructor.
+        on_allocated: called with numbers of bytes as they are allocated, which takes time. The last call precedes the
+            return of the constructor.
 
     Raises:
         ResourceExhausted: memory or disk does not have enough space.
@@ -132,7 +134,10 @@ class Region:
         self.readable: ByteArray = np.frombuffer(read_only, np.uint8, capacity, offset)
 
     def _make_huge(self, start: int, nbytes: int) -> None:
-        """Allocate a part of shared memory in huge pages, as far as the system has any. This takes a tenth of the time."""
+        """Allocate a part of shared memory in huge pages, as far as the system has any.
+
+        This takes a tenth of the time.
+        """
         pages = range(start, start + nbytes - HUGE_PAGE + 1, HUGE_PAGE)
         address = self.writable.ctypes.data
         if not pages or address % HUGE_PAGE or _plain_pages.reason:
@@ -168,10 +173,11 @@ class Region:
             self._doubted.append(exited)
 
     def may_change(self) -> bool:
-        """Whether one of these processes may still write to the region: it may be alive, and some process has the region open for writing.
-
-        For a region on disk, processes that can only read also count: the kernel cannot distinguish them because this process has the
+        """Whether one of these processes may still write to the region: it may be alive, and some process has the
         region open for writing.
+
+        For a region on disk, processes that can only read also count: the kernel cannot distinguish them because this
+        process has the region open for writing.
         """
         with self._asking:
             self._doubted = [exited for exited in self._doubted if not exited()]
@@ -180,7 +186,9 @@ class Region:
             return bool(self._doubted)
 
     def left_open(self) -> None:
-        """Record that a process that was reading the region has disconnected without releasing it, and may still have it mapped."""
+        """Record that a process that was reading the region has disconnected without releasing it, and may still have
+        it mapped.
+        """
         self._left_open = True
 
     @property
@@ -189,7 +197,9 @@ class Region:
         return self._left_open
 
     def in_use_elsewhere(self) -> bool:
-        """Whether the region must not be reused: it `may_change`, or a process that `left_open` recorded may still read it."""
+        """Whether the region must not be reused: it `may_change`, or a process that `left_open` recorded may still read
+        it.
+        """
         if self.may_change():
             return True
         with self._asking:
@@ -232,7 +242,8 @@ def _open_unlinked(folder: str, capacity: int) -> int:
 
 
 def _can_be_leased(fd: int, kind: int) -> bool:
-    """Whether the kernel grants a file lease: F_RDLCK if no process has the file open for writing, F_WRLCK if no other has it open.
+    """Whether the kernel grants a file lease: F_RDLCK if no process has the file open for writing, F_WRLCK if no other
+    has it open.
 
     Source: fcntl(2), "Leases".
     """
@@ -250,7 +261,8 @@ def _can_be_leased(fd: int, kind: int) -> bool:
 def why_not_granted() -> str:
     """Reason why regions cannot be shared with other processes on this machine; empty if they can.
 
-    Tested once: the kernel must report a second descriptor, for writing and for reading, and the closing of the descriptor.
+    Tested once: the kernel must report a second descriptor, for writing and for reading, and the closing of the
+    descriptor.
     """
     try:
         region = Region(PAGE, None)

@@ -1,8 +1,8 @@
 """Circuit breaker of a store. It opens when calls time out and closes when calls are answered. All functions are pure.
 
-The breaker opens when a call times out and no other call was answered in the second half of that call's timeout. It closes with the next
-answer. A call that hangs while others are answered does not open it, because the cause is then that object or that connection instead of
-the store.
+The breaker opens when a call times out and no other call was answered in the second half of that call's timeout. It
+closes with the next answer. A call that hangs while others are answered does not open it, because the cause is then
+that object or that connection instead of the store.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Breaker:
         Args:
             asked: time at which it was made.
             now: time at which it ended.
-            away: whether it ended with an error that the store is unreachable. Within the patience, even such an error counts as an answer:
-                calls that fail this fast do not need a breaker, and their own errors are more specific. A later error results from a time
-                limit of a lower layer.
+            away: whether it ended with an error that the store is unreachable. Within the patience, even such an error
+                counts as an answer: calls that fail this fast do not need a breaker, and their own errors are more
+                specific. A later error results from a time limit of a lower layer.
         """
         if away and now >= asked + self.patience:
             return self

@@ -1,8 +1,10 @@
-"""Store whose small calls have a deadline: while a store hangs, callers wait only seconds, and their threads do not hang.
+"""Store whose small calls have a deadline: while a store hangs, callers wait only seconds, and their threads do not
+hang.
 
-System calls on a network file system hang as long as its server is unreachable, and S3 clients retry for minutes. Here the calls run in
-separate threads, and a caller gets an error after the timeout (``patience``). From then on a breaker (`breaker`) makes calls fail at once.
-Users' calls do not test whether the store is back: one thread of the guard polls it until it responds.
+System calls on a network file system hang as long as its server is unreachable, and S3 clients retry for minutes. Here
+the calls run in separate threads, and a caller gets an error after the timeout (``patience``). From then on a breaker
+(`breaker`) makes calls fail at once. Users' calls do not test whether the store is back: one thread of the guard polls
+it until it responds.
 
 The guard does not retry or undo anything: a write whose caller got `DeadlineExceeded` may still be carried out.
 """
@@ -51,19 +53,22 @@ Count = Callable[[str, float, bool], None]
 
 
 class GuardedStore(ObjectStore):
-    """A store with a deadline on small calls, and a breaker. Transfers of large objects, such as files of weights, are not guarded.
+    """A store with a deadline on small calls, and a breaker.
 
-    `get`, `size`, `modified_ms`, `read_range`, `delete`, each page of a listing, and `put` of `bytes` are guarded. Streams, opens, copies,
-    and `put` of anything else are passed to the store in the caller's thread.
+    Transfers of large objects, such as files of weights, are not guarded.
 
-    In addition to the store's errors, every guarded call may raise Unavailable (the call was not made, or a read timed out), and
-    DeadlineExceeded (`put` or `delete` timed out; it may have been carried out, or may still be carried out).
+    `get`, `size`, `modified_ms`, `read_range`, `delete`, each page of a listing, and `put` of `bytes` are guarded.
+    Streams, opens, copies, and `put` of anything else are passed to the store in the caller's thread.
+
+    In addition to the store's errors, every guarded call may raise Unavailable (the call was not made, or a read timed
+    out), and DeadlineExceeded (`put` or `delete` timed out; it may have been carried out, or may still be carried out).
 
     Args:
         store: the store; it is closed with this one.
         patience: timeout of a call, and duration of silence after which calls fail at once, in seconds.
         threads: maximum number of concurrent calls. Further calls wait for a thread, within their deadline.
-        count: called after each guarded call with the operation (read, write or list), the seconds it took, and whether it failed.
+        count: called after each guarded call with the operation (read, write or list), the seconds it took, and whether
+            it failed.
     """
 
     def __init__(
@@ -106,7 +111,10 @@ class GuardedStore(ObjectStore):
         return self._read(f"reading a part of {key}", lambda: self._store.read_range(key, start, length))
 
     def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
-        """See `ObjectStore.put`. Only `bytes` are guarded: other data could change under a write that outlives its caller."""
+        """See `ObjectStore.put`.
+
+        Only `bytes` are guarded: other data could change under a write that outlives its caller.
+        """
         if not isinstance(data, bytes):
             return self._store.put(key, data, mode=mode)
         seconds = self._patience + len(data) / _BYTES_PER_SECOND
@@ -145,9 +153,7 @@ class GuardedStore(ObjectStore):
         """See `ObjectStore.copy`; unguarded."""
         self._store.copy(source, target)
 
-    def discard_unfinished(
-        self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None
-    ) -> int:
+    def discard_unfinished(self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None) -> int:
         """See `ObjectStore.discard_unfinished`; unguarded."""
         return self._store.discard_unfinished(prefix, older_than_s, only=only)
 
@@ -183,7 +189,10 @@ class GuardedStore(ObjectStore):
             self._count(operation, time.monotonic() - asked, failed)
 
     def _ask(self, what: str, do: Callable[[], T], seconds: float, *, changes: bool) -> T:
-        """Result of a call within ``seconds``. ``changes`` states whether the call may have an effect even if it times out."""
+        """Result of a call within ``seconds``.
+
+        ``changes`` states whether the call may have an effect even if it times out.
+        """
         asked = time.monotonic()
         with self._lock:
             if self._breaker.is_open:
@@ -194,9 +203,7 @@ class GuardedStore(ObjectStore):
         except ResourceExhausted as error:
             raise _not_tried(what, error.message) from error
         with suppress(TimeoutError):
-            call.exception(
-                asked + seconds - time.monotonic()
-            )  # not `result`: a call may raise a TimeoutError itself
+            call.exception(asked + seconds - time.monotonic())  # not `result`: a call may raise a TimeoutError itself
         if call.done():
             try:
                 return call.result()
@@ -208,7 +215,10 @@ class GuardedStore(ObjectStore):
             if is_silent:
                 self._ask_again()
         if call.cancel():
-            busy = f"no thread was free for it for {readable_duration(seconds, rough=True)}: too many calls wait for the object store"
+            busy = (
+                f"no thread was free for it for {readable_duration(seconds, rough=True)}: too many "
+                "calls wait for the object store"
+            )
             raise _not_tried(what, _silent(seconds) if is_silent else busy)
         if changes:
             raise unknown(what, _silent(seconds))

@@ -57,7 +57,10 @@ def alone_in(temp_root: int) -> Iterator[None]:
 
 
 def _claim_temp_folder(temp_root: int) -> tuple[str, int]:
-    """Create and lock a new sub-folder, after removing the sub-folders of dead writers. Returns its name and descriptor."""
+    """Create and lock a new sub-folder, after removing the sub-folders of dead writers.
+
+    Returns its name and descriptor.
+    """
     with alone_in(temp_root):
         remove_stale(temp_root)
         own = uuid.uuid4().hex

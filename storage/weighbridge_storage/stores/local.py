@@ -1,19 +1,19 @@
 """Object store in a local folder.
 
-An object is a plain file at the same path, so that any program that reads files can read the store. There are two hidden folders next to
-the objects::
+An object is a plain file at the same path, so that any program that reads files can read the store. There are two
+hidden folders next to the objects::
 
     .tmp/<uuid>/<uuid>   files being written; each opened store has its own sub-folder and holds a flock on it
     .locks/<00..ff>      flock files; a key's lock is chosen by its hash
 
 The first write creates them. A store that is only read is not changed, and may be on a read-only file system.
 
-A write fills a temporary file, flushes it to the device, takes the key's lock, checks the condition, renames the file to its place and
-flushes the folder. Readers do not take a lock. All writers of one folder, in any process and on any host, must see each other's flocks, as
-they do on every local file system and on NFS.
+A write fills a temporary file, flushes it to the device, takes the key's lock, checks the condition, renames the file
+to its place and flushes the folder. Readers do not take a lock. All writers of one folder, in any process and on any
+host, must see each other's flocks, as they do on every local file system and on NFS.
 
-Paths are walked folder by folder with `O_NOFOLLOW`: a symbolic link is neither an object nor a folder of the store, wherever it points.
-(The path of the root itself may contain symbolic links.)
+Paths are walked folder by folder with `O_NOFOLLOW`: a symbolic link is neither an object nor a folder of the store,
+wherever it points. (The path of the root itself may contain symbolic links.)
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from weighbridge_storage.stores.objects import (
 from weighbridge_storage.stores.outcomes import refused
 
 ETAG_BY_CONTENT_LIMIT = 64 << 20
-"""Objects of up to this many bytes have an etag that is computed from their content; the etag of larger objects is computed from the file's
-identity.
+"""Objects of up to this many bytes have an etag that is computed from their content; the etag of larger objects is
+computed from the file's identity.
 
-Conditional writes use small objects, and hashing 64 MiB takes a few milliseconds. A file's identity (inode, time, size) is cheap for
-weights. But inodes are reused and clocks tick slowly, so writers that race do not rely on it.
+Conditional writes use small objects, and hashing 64 MiB takes a few milliseconds. A file's identity (inode, time, size)
+is cheap for weights. But inodes are reused and clocks tick slowly, so writers that race do not rely on it.
 """
 _LOCK_COUNT = 256
 _COPY_PIECE = 8 << 20
@@ -75,8 +75,8 @@ _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 class LocalStore(ObjectStore):
     """An object store in a folder. The folder is created if it does not exist.
 
-    Any number of stores, threads and processes may use one folder. The first write of a store removes files that dead writers left in
-    ``.tmp``, but not files of live writers.
+    Any number of stores, threads and processes may use one folder. The first write of a store removes files that dead
+    writers left in ``.tmp``, but not files of live writers.
 
     Raises:
         Unavailable: the folder cannot be created or read.
@@ -130,9 +130,7 @@ class LocalStore(ObjectStore):
         with self._reading(key) as file:
             size = os.fstat(file).st_size
             if start < 0 or length < 0 or start + length > size:
-                raise InvalidArgument(
-                    f"bytes {start} to {start + length} are not within {key}, which has {size} bytes"
-                )
+                raise InvalidArgument(f"bytes {start} to {start + length} are not within {key}, which has {size} bytes")
             content = bytearray(length)
             view, done = memoryview(content), 0
             while done < length:
@@ -180,7 +178,8 @@ class LocalStore(ObjectStore):
         temp = uuid.uuid4().hex
         try:
             folder = self._writing().temp
-            # Objects are never changed in place, so the file is read-only; renaming another file over it does not require permission on it.
+            # Objects are never changed in place, so the file is read-only; renaming another file over it does not
+            # require permission on it.
             file = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444, dir_fd=folder)
         except OSError as error:
             raise error_for(error, what) from error
@@ -245,10 +244,11 @@ class LocalStore(ObjectStore):
             with suppress(OSError):
                 os.unlink(temp, dir_fd=own)
 
-    def discard_unfinished(
-        self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None
-    ) -> int:
-        """See `ObjectStore.discard_unfinished`. Keys and ages are ignored, because locks show which writers are dead."""
+    def discard_unfinished(self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None) -> int:
+        """See `ObjectStore.discard_unfinished`.
+
+        Keys and ages are ignored, because locks show which writers are dead.
+        """
         check_prefix(prefix)
         try:
             temp_root = os.open(TEMP, FOLDER_FLAGS, dir_fd=self._root)
@@ -350,7 +350,8 @@ class LocalStore(ObjectStore):
             os.close(lock)
 
     def _entries(self, path: str) -> Sequence[tuple[str, bool]]:
-        """Names of the files and folders in a folder of the store, each with whether it is a folder; empty if the folder does not exist.
+        """Names of the files and folders in a folder of the store, each with whether it is a folder; empty if the
+        folder does not exist.
 
         Other programs may have put files there. Files whose name is not a valid key are skipped.
         """
@@ -364,9 +365,7 @@ class LocalStore(ObjectStore):
                 for entry in entries:
                     is_folder = entry.is_dir(follow_symlinks=False)
                     within = "/x" if is_folder else ""  # as a key of what may be in it
-                    if (is_folder or entry.is_file(follow_symlinks=False)) and is_key(
-                        prefix + entry.name + within
-                    ):
+                    if (is_folder or entry.is_file(follow_symlinks=False)) and is_key(prefix + entry.name + within):
                         found.append((entry.name, is_folder))
         except _NOT_THERE:
             return []

@@ -1,7 +1,7 @@
 """Interface of an object store.
 
-A store maps keys such as ``models/acme/smol/head.json`` to bytes. Objects are written atomically: a reader sees either the old object or
-the new object, never a part. Conditional writes are the only coordination between writers.
+A store maps keys such as ``models/acme/smol/head.json`` to bytes. Objects are written atomically: a reader sees either
+the old object or the new object, never a part. Conditional writes are the only coordination between writers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MAX_KEY_LENGTH = 1024
 MAX_COMPONENT_LENGTH = 255
 """Maximum bytes between two slashes of a key; the limit of file systems."""
 MOST_WHOLE_BYTES = 1 << 30
-"""Size in bytes of the largest object that `ObjectStore.get` reads. Documents and registered files are much smaller; weights are read in
-parts.
+"""Size in bytes of the largest object that `ObjectStore.get` reads. Documents and registered files are much smaller;
+weights are read in parts.
 """
 
 ByteArray: TypeAlias = NDArray[np.uint8]
@@ -52,9 +52,9 @@ PutMode: TypeAlias = Literal["create", "overwrite"] | IfMatch
 class ObjectStore(ABC):
     """Interface of all stores. All methods may be called from any thread, and from several processes concurrently.
 
-    In addition to its documented errors, every method may raise InvalidArgument (`check_key` rejects the key), ResourceExhausted (no space,
-    quota or file handles left), Unavailable (the store is unreachable or denies access), and DataLoss (the device reports that it lost
-    bytes).
+    In addition to its documented errors, every method may raise InvalidArgument (`check_key` rejects the key),
+    ResourceExhausted (no space, quota or file handles left), Unavailable (the store is unreachable or denies access),
+    and DataLoss (the device reports that it lost bytes).
     """
 
     @property
@@ -68,7 +68,8 @@ class ObjectStore(ABC):
 
         Raises:
             NotFound: the object does not exist.
-            DataLoss: the object is longer than `MOST_WHOLE_BYTES`. Objects that Weighbridge reads whole are never this long.
+            DataLoss: the object is longer than `MOST_WHOLE_BYTES`. Objects that Weighbridge reads whole are never this
+                long.
         """
 
     @abstractmethod
@@ -98,7 +99,9 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def modified_ms(self, key: str) -> int:
-        """Time at which an object was written, by the store's clock, in milliseconds since 1970 UTC. Some stores round down to seconds.
+        """Time at which an object was written, by the store's clock, in milliseconds since 1970 UTC.
+
+        Some stores round down to seconds.
 
         Raises:
             NotFound: the object does not exist.
@@ -115,7 +118,9 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def stream(self, key: str) -> Iterator[bytes | memoryview]:
-        """The whole object in consecutive pieces. All pieces have the same etag. Each is valid only until the next piece is taken.
+        """The whole object in consecutive pieces. All pieces have the same etag.
+
+        Each is valid only until the next piece is taken.
 
         A remote store prefetches the next pieces, and keeps a limited part of the object in memory.
 
@@ -125,7 +130,9 @@ class ObjectStore(ABC):
         """
 
     def open(self, key: str) -> int | None:
-        """A descriptor for reading the object; None if the store's objects are not files on this machine. The caller closes the descriptor.
+        """A descriptor for reading the object; None if the store's objects are not files on this machine.
+
+        The caller closes the descriptor.
 
         Its content stays the same even if the object is replaced. A store opens either all of its objects or none.
 
@@ -135,8 +142,8 @@ class ObjectStore(ABC):
         return None
 
     def presigned_url(self, key: str, seconds: int) -> str | None:
-        """A URL with which any client can GET the object, or a range of it, for a limited time; None if this store does not support such
-        URLs.
+        """A URL with which any client can GET the object, or a range of it, for a limited time; None if this store does
+        not support such URLs.
 
         Does not make a request to the store, so the object may not exist.
 
@@ -150,16 +157,17 @@ class ObjectStore(ABC):
     def list(self, prefix: str) -> Iterator[str]:
         """All keys that begin with ``prefix``, in no particular order.
 
-        Keys that are written or deleted during the iteration may or may not be included. Objects of other programs are skipped if their
-        names are not valid keys (`check_key`).
+        Keys that are written or deleted during the iteration may or may not be included. Objects of other programs are
+        skipped if their names are not valid keys (`check_key`).
         """
 
     @abstractmethod
     def folders(self, prefix: str) -> Iterator[str]:
-        """The distinct next components, without slash, of all keys that continue after ``prefix`` with a component and a slash.
+        """The distinct next components, without slash, of all keys that continue after ``prefix`` with a component and
+        a slash.
 
-        ``folders("models/acme/")`` yields ``smol`` if ``models/acme/smol/head.json`` exists. The order is undefined. Some servers continue
-        to list a folder after its last object was deleted.
+        ``folders("models/acme/")`` yields ``smol`` if ``models/acme/smol/head.json`` exists. The order is undefined.
+        Some servers continue to list a folder after its last object was deleted.
 
         Raises:
             InvalidArgument: ``prefix`` is neither empty nor ends with a slash.
@@ -180,20 +188,21 @@ class ObjectStore(ABC):
         """
 
     @abstractmethod
-    def discard_unfinished(
-        self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None
-    ) -> int:
+    def discard_unfinished(self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None) -> int:
         """Remove unfinished objects of writers that died. Returns their number.
 
         Args:
             prefix: prefix of the objects' keys.
-            older_than_s: age in seconds from which a write counts as dead if the store cannot determine this. If such a write is still
-                running, it fails without writing anything.
+            older_than_s: age in seconds from which a write counts as dead if the store cannot determine this. If such a
+                write is still running, it fails without writing anything.
             only: filter by key, if the store knows the keys; by default all.
         """
 
     def with_time_limit(self, seconds: float) -> ObjectStore:
-        """The same store with a timeout on requests without progress, and fewer attempts. Returns this store if it does not make requests."""
+        """The same store with a timeout on requests without progress, and fewer attempts.
+
+        Returns this store if it does not make requests.
+        """
         return self
 
     @abstractmethod
@@ -212,9 +221,7 @@ def check_key(key: str) -> str:
     if not key:
         raise InvalidArgument("an object key is empty")
     if len(key) > MAX_KEY_LENGTH:
-        raise InvalidArgument(
-            f"object key {shown(key)} has {len(key)} characters, more than {MAX_KEY_LENGTH}"
-        )
+        raise InvalidArgument(f"object key {shown(key)} has {len(key)} characters, more than {MAX_KEY_LENGTH}")
     if "\\" in key or not key.isprintable():
         raise InvalidArgument(f"object key {shown(key)} has a backslash or a character that is not printable")
     for part in key.split("/"):
@@ -269,9 +276,7 @@ def pieces_of(data: Buffer | Iterable[Buffer]) -> Iterator[memoryview]:
             # Through numpy: a memoryview cannot cast an empty array or a format that `struct` does not know.
             view = np.frombuffer(piece, dtype=np.uint8).data if size else memoryview(b"")
         except (TypeError, ValueError, AttributeError, BufferError) as error:
-            raise InvalidArgument(
-                f"a piece of type {type(piece).__name__} is not contiguous bytes"
-            ) from error
+            raise InvalidArgument(f"a piece of type {type(piece).__name__} is not contiguous bytes") from error
         yield view
 
 

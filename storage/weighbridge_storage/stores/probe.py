@@ -1,7 +1,8 @@
-"""Probe of a store: tests whether its conditional writes are atomic, or whether it accepts conditions without honouring them.
+"""Probe of a store: tests whether its conditional writes are atomic, or whether it accepts conditions without honouring
+them.
 
-Some servers respond to every conditional write as if its condition held. Others check the condition first and write later. With such a
-store, two replicas of the service would each lose versions that the other has published.
+Some servers respond to every conditional write as if its condition held. Others check the condition first and write
+later. With such a store, two replicas of the service would each lose versions that the other has published.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _WRITERS = 8
 
 
 def probe(store: ObjectStore) -> None:
-    """Test conditional writes with single and with racing writers, on objects below ``probe/``. Removes these objects again.
+    """Test conditional writes with single and with racing writers, on objects below ``probe/``.
+
+    Removes these objects again.
 
     Args:
         store: any store; several processes can probe a shared one at once.
@@ -46,9 +49,7 @@ def _one_by_one(store: ObjectStore, key: str) -> None:
     _refuse(store, key, IfMatch(first), "if the object is unchanged", "it had changed")
     found = store.get(key)
     if found != (b"second", second):
-        raise _unfit(
-            f"an object read {found[0]!r} with etag {found[1]} after b'second' was written as {second}"
-        )
+        raise _unfit(f"an object read {found[0]!r} with etag {found[1]} after b'second' was written as {second}")
 
 
 def _refuse(store: ObjectStore, key: str, mode: PutMode, condition: str, fact: str) -> None:
@@ -62,7 +63,8 @@ def _race(store: ObjectStore, key: str, mode: PutMode) -> str:
     together = threading.Barrier(_WRITERS)
 
     def write(number: int) -> tuple[bytes, str] | None:
-        # each writes different content: equal contents may have equal etags, and the condition would then continue to hold
+        # each writes different content: equal contents may have equal etags, and the condition would then continue to
+        # hold
         content = f"{mode} {number}".encode()
         together.wait()
         try:

@@ -1,10 +1,14 @@
 """Digests of one file of a version, computed in one pass over its bytes.
 
-- XXH3-128 (seed 0) of the file and of each tensor: detects accidental damage, and is cheap enough to be compared on every read.
-- BLAKE3-256 of each block of 1 MiB: a cryptographic digest with which any block can be checked separately, regardless of its source. The
-  last block may be shorter; an empty file has no blocks. The object ``<file>.blake3`` contains all block digests in order, 32 bytes each.
-- The file's **root**: BLAKE3-256 of these block digests, i.e. of the content of ``<file>.blake3``. It is not the BLAKE3 of the file.
-- SHA-256 of the file, on request: signatures of models identify files by it. It takes twice as long as all other digests together.
+- XXH3-128 (seed 0) of the file and of each tensor: detects accidental damage, and is cheap enough to be compared on
+  every read.
+- BLAKE3-256 of each block of 1 MiB: a cryptographic digest with which any block can be checked separately, regardless
+  of its source. The last block may be shorter; an empty file has no blocks. The object ``<file>.blake3`` contains all
+  block digests in order, 32 bytes each.
+- The file's **root**: BLAKE3-256 of these block digests, i.e. of the content of ``<file>.blake3``. It is not the BLAKE3
+  of the file.
+- SHA-256 of the file, on request: signatures of models identify files by it. It takes twice as long as all other
+  digests together.
 - The number of non-finite elements of each tensor: NaN and, where the dtype has them, infinities.
 
 docs/manifest.md lists the cost of each.
@@ -32,8 +36,8 @@ BLOCK_BYTES = 1 << 20
 DIGEST_BYTES = blake3.digest_size
 """Bytes of one block digest."""
 _WINDOW = 4 * BLOCK_BYTES
-"""Number of bytes with which all digests are updated before the next bytes: few enough to stay in the processor's cache, and enough that a
-thread rarely requests the interpreter's lock.
+"""Number of bytes with which all digests are updated before the next bytes: few enough to stay in the processor's
+cache, and enough that a thread rarely requests the interpreter's lock.
 """
 
 
@@ -69,9 +73,7 @@ def digest_file(
         go_on: called every few MiB. An error that it raises ends the pass.
         sha256: whether to make SHA-256 of the file as well.
     """
-    spans = (
-        (files.layout.tensors[p.shard.tensor], p.offset) for p in files.layout.placements if p.buffer == name
-    )
+    spans = ((files.layout.tensors[p.shard.tensor], p.offset) for p in files.layout.placements if p.buffer == name)
     digester = FileDigester(name, spans, sha256=sha256)
     view = data.data
     for start in range(0, len(view), _WINDOW):

@@ -1,8 +1,11 @@
-"""Manifest of a version: the content of its `weighbridge.json`. It is written once, after all other files of the version.
+"""Manifest of a version: the content of its `weighbridge.json`.
 
-It lists the files of the version's folder, every tensor with its location, and the origin of the version. docs/manifest.md describes the
-format, with an example. Fields and parts that this release does not know are kept and written back (``extra``, ``other_parts``). A manifest
-with an unknown feature in ``requires`` is rejected, and the error names the feature.
+It is written once, after all other files of the version.
+
+It lists the files of the version's folder, every tensor with its location, and the origin of the version.
+docs/manifest.md describes the format, with an example. Fields and parts that this release does not know are kept and
+written back (``extra``, ``other_parts``). A manifest with an unknown feature in ``requires`` is rejected, and the error
+names the feature.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ from weighbridge_storage.documents.names import (
 
 FORMAT = 2
 FILE_FOLDERS = "file-folders"
-"""The feature that names of files contain folders. A program that does not know it would report such files as damage."""
+"""The feature that names of files contain folders.
+
+A program that does not know it would report such files as damage.
+"""
 FEATURES: frozenset[str] = frozenset((FILE_FOLDERS,))
 """The features that a manifest may require in this release."""
 WEIGHTS = "weights"
@@ -117,7 +123,8 @@ class Manifest:
         tensors: all tensors by name.
         lineage: origin of the version: ``parent``, the number of the version before, and fields of later releases.
         metadata: the user's metadata: strings, finite numbers and booleans by printable names.
-        held: reasons why the version was held when the manifest was written; the version's entry contains the current reasons.
+        held: reasons why the version was held when the manifest was written; the version's entry contains the current
+            reasons.
         provenance: record of how, and by which identity, the version was pushed; see `provenance_of`.
         requires: features that a reader must know to read the version correctly.
         weights_extra: the fields of the weights that this release does not know.
@@ -125,8 +132,9 @@ class Manifest:
         extra: the other fields that it does not know.
 
     Raises:
-        InvalidArgument: a name, a string or a digest is malformed; a tensor's length does not match its shape, the tensor is outside its
-            file or overlaps another tensor, or its file is not listed; or the metadata exceeds a limit.
+        InvalidArgument: a name, a string or a digest is malformed; a tensor's length does not match its shape, the
+            tensor is outside its file or overlaps another tensor, or its file is not listed; or the metadata exceeds a
+            limit.
     """
 
     model: ModelName
@@ -212,7 +220,8 @@ class Manifest:
 
         Raises:
             DataLoss: it is damaged, malformed or contradictory.
-            FailedPrecondition: it has another format, or requires a feature that is unknown here; the message states the fix.
+            FailedPrecondition: it has another format, or requires a feature that is unknown here; the message states
+                the fix.
         """
         fields = document_digests.decode(data, where, FORMAT)
         requires = fields.required(FEATURES)
@@ -256,9 +265,7 @@ class Manifest:
             raise InvalidArgument(f"tensor {name} has {tensor.nonfinite} non-finite elements of {elements}")
 
     def _check_disjoint(self) -> None:
-        places = sorted(
-            (t.file, t.offset, t.offset + t.nbytes, name) for name, t in self.tensors.items() if t.nbytes
-        )
+        places = sorted((t.file, t.offset, t.offset + t.nbytes, name) for name, t in self.tensors.items() if t.nbytes)
         for (file, _, end, name), (next_file, start, _, next_name) in itertools.pairwise(places):
             if file == next_file and start < end:
                 raise InvalidArgument(f"tensors {name} and {next_name} share bytes of {file}")
@@ -282,15 +289,16 @@ def tensors_to_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
 
 
 def tensors_from_json(table: Mapping[str, Any], where: str) -> dict[str, TensorEntry]:
-    """Read the JSON object that `tensors_to_json` returned; ``where`` names it in errors. Raises DataLoss, InvalidArgument."""
+    """Read the JSON object that `tensors_to_json` returned; ``where`` names it in errors.
+
+    Raises DataLoss, InvalidArgument.
+    """
     return {name: _read_tensor(value, f"{where}, tensor {shown(name)}") for name, value in table.items()}
 
 
 def _check_digest(what: str, digest: str, pattern: re.Pattern[str]) -> None:
     if not pattern.fullmatch(digest):
-        raise InvalidArgument(
-            f"{what} has the digest {shown(digest)}, which does not match {pattern.pattern}"
-        )
+        raise InvalidArgument(f"{what} has the digest {shown(digest)}, which does not match {pattern.pattern}")
 
 
 def _check_metadata(metadata: Metadata) -> None:
@@ -311,7 +319,10 @@ def _check_metadata(metadata: Metadata) -> None:
         if not allowed:
             raise InvalidArgument(
                 f"metadata {shown(name)} is {shown(value)}",
-                fix=f"use a text of up to {MAX_METADATA_TEXT} characters, a finite number, an integer of 64 bits, or a boolean",
+                fix=(
+                    f"use a text of up to {MAX_METADATA_TEXT} characters, a finite number, an "
+                    "integer of 64 bits, or a boolean"
+                ),
             )
 
 

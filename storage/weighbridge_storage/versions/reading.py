@@ -26,9 +26,7 @@ def read_manifest(store: ObjectStore, model: ModelName, number: int) -> Manifest
     Raises:
         DataLoss: the manifest is missing or malformed, although the version is part of history.
     """
-    return Manifest.from_json(
-        read_manifest_text(store, model, number), version_key(model, number, MANIFEST_FILE)
-    )
+    return Manifest.from_json(read_manifest_text(store, model, number), version_key(model, number, MANIFEST_FILE))
 
 
 def read_manifest_text(store: ObjectStore, model: ModelName, number: int) -> bytes:
@@ -57,7 +55,8 @@ def open_version(
         number: number of the version.
 
     Raises:
-        DataLoss: a file is missing, or differs from the manifest. ResourceExhausted, Unavailable: the cache does not have space for it.
+        DataLoss: a file is missing, or differs from the manifest. ResourceExhausted, Unavailable: the cache does not
+            have space for it.
     """
     manifest = read_manifest(store, model, number)
     tensors = tensors_of_files(manifest)
@@ -69,9 +68,7 @@ def open_version(
     _check_places(files, manifest)
     digests = {
         name: [
-            DigestedRange(tensor, entry.offset, entry.nbytes, entry.xxh3_128)
-            for tensor, entry in parts
-            if entry.nbytes
+            DigestedRange(tensor, entry.offset, entry.nbytes, entry.xxh3_128) for tensor, entry in parts if entry.nbytes
         ]
         for name, parts in tensors.items()
     }
@@ -100,9 +97,7 @@ class _Reader:
         if descriptor is None:
             return None
         # other processes open it again, so that they get a file that was restored since
-        place = Place(
-            self._key(name), self._sizes[name], 0, partial(self._opened_near, name), False, _nothing, digests
-        )
+        place = Place(self._key(name), self._sizes[name], 0, partial(self._opened_near, name), False, _nothing, digests)
         return FileOnDisk(descriptor, name, self.title, place=place, digests=digests)
 
     def _opened(self, name: str) -> int | None:
@@ -136,9 +131,7 @@ class _Reader:
 
     def _check_size(self, name: str, found: int) -> None:
         if found != self._sizes[name]:
-            raise DataLoss(
-                f"{name} of {self.title} has {found} bytes, but the manifest records {self._sizes[name]}"
-            )
+            raise DataLoss(f"{name} of {self.title} has {found} bytes, but the manifest records {self._sizes[name]}")
 
     def _missing(self, name: str) -> DataLoss:
         return DataLoss(f"{name} of {self.title} is missing from the store")
@@ -163,9 +156,7 @@ def _check_places(files: FilesLayout, manifest: Manifest) -> None:
             spec.dtype,
             spec.shape,
         ):
-            raise DataLoss(
-                f"{placement.shard.tensor} of {title} does not match the manifest, or is stored elsewhere"
-            )
+            raise DataLoss(f"{placement.shard.tensor} of {title} does not match the manifest, or is stored elsewhere")
     if len(files.layout.tensors) != len(manifest.tensors):
         raise DataLoss(f"{title} lacks tensors that its manifest lists")
 

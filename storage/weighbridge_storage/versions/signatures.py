@@ -1,7 +1,9 @@
-"""Signatures of a version in a store. They are next to its folder, and each is written once, under the digest of its bytes.
+"""Signatures of a version in a store.
 
-So a version's folder stays as it was published, a signature is never replaced, and a damaged signature does not match its name. An empty
-object next to a signature names the identity that added it.
+They are next to its folder, and each is written once, under the digest of its bytes.
+
+So a version's folder stays as it was published, a signature is never replaced, and a damaged signature does not match
+its name. An empty object next to a signature names the identity that added it.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ MOST_SIGNATURES = 16
 MOST_OF_ONE = 4
 """Maximum number of these that one identity may add, so that it cannot use up the limit with unwanted signatures."""
 _MOST_READ = 2 * MOST_SIGNATURES
-"""Maximum number of signatures that are read. Replicas that add signatures concurrently may exceed `MOST_SIGNATURES` by as many, and these
-must not hide an older signature.
+"""Maximum number of signatures that are read. Replicas that add signatures concurrently may exceed `MOST_SIGNATURES` by
+as many, and these must not hide an older signature.
 """
 
 
@@ -36,8 +38,8 @@ def signature_ids(store: ObjectStore, model: ModelName, number: int) -> list[str
 
 
 def read_signatures(store: ObjectStore, model: ModelName, number: int) -> tuple[Signature, ...]:
-    """A version's signatures, in the order of their digests. A signature that does not match its name is omitted, because it proves
-    nothing.
+    """A version's signatures, in the order of their digests. A signature that does not match its name is omitted,
+    because it proves nothing.
     """
     found = []
     for digest in signature_ids(store, model, number)[:_MOST_READ]:
@@ -61,7 +63,8 @@ def write_signature(store: ObjectStore, model: ModelName, number: int, content: 
         by: identity that adds it; empty if callers are not identified.
 
     Raises:
-        ResourceExhausted: the version already has `MOST_SIGNATURES` other signatures, or `MOST_OF_ONE` others by this identity.
+        ResourceExhausted: the version already has `MOST_SIGNATURES` other signatures, or `MOST_OF_ONE` others by this
+            identity.
     """
     digest = hashlib.sha256(content).hexdigest()
     keys = set(store.list(signatures_prefix(model, number)))

@@ -140,6 +140,4 @@ def _differing_blocks(manifest: Manifest, name: str, found: FileDigests, stored:
         return []
     first = damaged[0] * BLOCK_BYTES
     end = min(first + BLOCK_BYTES, file.size)
-    return [
-        f"{name} is damaged between bytes {first} and {end}; {len(damaged)} of its {len(starts)} blocks are"
-    ]
+    return [f"{name} is damaged between bytes {first} and {end}; {len(damaged)} of its {len(starts)} blocks are"]

@@ -1,7 +1,8 @@
 """Writing of a version's objects, in an order that is safe against crashes.
 
-The folder is written file by file, in any order, and the manifest last. Only the subsequent change of the head makes the version part of
-history. A head never refers to objects that a crash leaves behind, so readers do not see them, and their number is never assigned again.
+The folder is written file by file, in any order, and the manifest last. Only the subsequent change of the head makes
+the version part of history. A head never refers to objects that a crash leaves behind, so readers do not see them, and
+their number is never assigned again.
 
 Only the holder of the version's claim in the head may write to its folder.
 """
@@ -77,8 +78,8 @@ class Written:
     def from_json(data: bytes, where: str) -> tuple[str, Written]:
         """The claim and the files in a text of `to_json`; ``where`` names it in errors.
 
-        Fields of a file or a tensor that only a later release knows are copied into the manifest. Other unknown fields are omitted, unless
-        the text requires them.
+        Fields of a file or a tensor that only a later release knows are copied into the manifest. Other unknown fields
+        are omitted, unless the text requires them.
 
         Raises:
             DataLoss: it is malformed.
@@ -123,7 +124,9 @@ def differs_from(parent: Manifest, name: str, data: ByteArray, go_on: Callable[[
 def copy_weights(
     store: ObjectStore, model: ModelName, number: int, name: str, digests: FileDigests, parent: Manifest
 ) -> bool:
-    """Let the store copy one file of weights from another version, if the file is identical there. Returns whether it was copied.
+    """Let the store copy one file of weights from another version, if the file is identical there.
+
+    Returns whether it was copied.
 
     Args:
         store: the store.
@@ -163,9 +166,7 @@ def write_weights(
     store.put(version_key(model, number, name), _pieces(data, go_on), mode="overwrite")
 
 
-def write_block_digests(
-    store: ObjectStore, model: ModelName, number: int, name: str, digests: FileDigests
-) -> None:
+def write_block_digests(store: ObjectStore, model: ModelName, number: int, name: str, digests: FileDigests) -> None:
     """Write the block digests of one file of weights. Raises as `write_weights`."""
     store.put(blocks_key(model, number, name), digests.blocks, mode="overwrite")
 
@@ -206,8 +207,8 @@ def write_manifest(
 ) -> Manifest:
     """Write a version's manifest after all its files. Returns the manifest that the store then contains.
 
-    The first manifest of these files is not replaced: replicas that publish a version together may run different releases or make
-    different digests, and the manifest may have been signed before a late replica writes its own.
+    The first manifest of these files is not replaced: replicas that publish a version together may run different
+    releases or make different digests, and the manifest may have been signed before a late replica writes its own.
 
     Args:
         store: the store.
@@ -261,7 +262,10 @@ def _same_files(one: Manifest, other: Manifest) -> bool:
 
 
 def provenance_of(entry: OpenEntry, layouts: str) -> dict[str, Any]:
-    """Provenance of a version for its manifest, in addition to step, run, lineage and metadata. Unknown fields are omitted."""
+    """Provenance of a version for its manifest, in addition to step, run, lineage and metadata.
+
+    Unknown fields are omitted.
+    """
     known = {"by": entry.by, "layouts": layouts, "cast_from": list(entry.cast_from)}
     return {"ranks": entry.ranks, **{name: value for name, value in known.items() if value}}
 

@@ -1,5 +1,5 @@
-"""One rank of an AReaL job on CPUs: its own trainer with two FSDP2 ranks over gloo, and its own engine class for remote SGLang servers. Asked over a pipe
-what it is to do.
+"""One rank of an AReaL job on CPUs: its own trainer with two FSDP2 ranks over gloo, and its own engine class for remote
+SGLang servers. Asked over a pipe what it is to do.
 
 Runs in AReaL's environment.
 """
@@ -38,7 +38,10 @@ class Rank:
     """This rank; its methods are what it can be asked."""
 
     def start(self, folder: str, root: str) -> list[str]:
-        """AReaL's trainer over the weights of a folder; its actor's class, and what that derives from. Engines are named by AREAL_LLM_SERVER_ADDRS."""
+        """AReaL's trainer over the weights of a folder; its actor's class, and what that derives from.
+
+        Engines are named by AREAL_LLM_SERVER_ADDRS.
+        """
         cluster = ClusterSpecConfig(
             fileroot=root, name_resolve=NameResolveConfig(type="nfs", nfs_record_root=f"{root}/names")
         )
@@ -71,9 +74,7 @@ class Rank:
             train_dataset=TrainDatasetConfig(path="none", type="rl", batch_size=2, num_workers=0),
             stats_logger=StatsLoggerConfig(**NAMED, fileroot=root),
         )
-        config.saver.experiment_name = config.evaluator.experiment_name = config.recover.experiment_name = (
-            "experiment"
-        )
+        config.saver.experiment_name = config.evaluator.experiment_name = config.recover.experiment_name = "experiment"
         config.saver.trial_name = config.evaluator.trial_name = config.recover.trial_name = "trial"
         config.saver.fileroot = config.evaluator.fileroot = config.recover.fileroot = root
         # the arguments of a server that AReaL would launch: they depend on the installed SGLang, which is missing here
@@ -109,7 +110,10 @@ class Rank:
         delattr(self._trainer.actor.model, name)
 
     def hold_pushes(self, path: str) -> None:
-        """Let this rank stop before it seals what it has pushed, until this file is there. Before that, ranks wait for each other."""
+        """Let this rank stop before it seals what it has pushed, until this file is there.
+
+        Before that, ranks wait for each other.
+        """
         seal = RankStream.seal
 
         def held(stream: RankStream, *said: Any) -> None:

@@ -1,4 +1,6 @@
-"""Patches that let NeMo-RL's workers run on CPUs: a device that reports its memory, gloo, and a vLLM that does not repack its weights."""
+"""Patches that let NeMo-RL's workers run on CPUs: a device that reports its memory, gloo, and a vLLM that does not
+repack its weights.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ def stand_in() -> None:
 
 
 def prepare_vllm() -> None:
-    """Have vLLM compute by torch, since its kernels for CPUs pack weights once, and NeMo-RL loads new ones into the parameters; and have its workers be as those
-    of 0.25, for which NeMo-RL's extension is written, which has a method of a name that newer ones took."""
+    """Have vLLM compute by torch, since its kernels for CPUs pack weights once, and NeMo-RL loads new ones into the
+    parameters; and have its workers be as those of 0.25, for which NeMo-RL's extension is written, which has a method
+    of a name that newer ones took.
+    """
     from vllm.model_executor.layers import utils
     from vllm.v1.worker.worker_base import WorkerBase
 

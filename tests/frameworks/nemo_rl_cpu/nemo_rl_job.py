@@ -34,9 +34,7 @@ class PolicyGroup(Policy):
         workers = cluster.world_size()
         self.worker_group = RayWorkerGroup(
             cluster,
-            RayWorkerBuilder(
-                POLICY, config, tokenizer=tokenizer, init_optimizer=False, init_reference_model=False
-            ),
+            RayWorkerBuilder(POLICY, config, tokenizer=tokenizer, init_optimizer=False, init_reference_model=False),
             name_prefix="policy",
             sharding_annotations=NamedSharding(np.arange(workers).reshape(1, workers, 1, 1), AXES),
         )
@@ -57,10 +55,7 @@ class Job:
         """
         ray.init(num_cpus=32, num_gpus=8, include_dashboard=False)
         config = _policy_config(folder, generation)
-        clusters = [
-            RayVirtualCluster([workers], num_gpus_per_node=workers, name=name)
-            for name in ("train", "rollout")
-        ]
+        clusters = [RayVirtualCluster([workers], num_gpus_per_node=workers, name=name) for name in ("train", "rollout")]
         self._policy = PolicyGroup(clusters[0], config, AutoTokenizer.from_pretrained(folder))
         self._generation = vllm_generation.VllmGeneration(clusters[1], config["generation"])
 
@@ -69,9 +64,7 @@ class Job:
         if self._synchronizer is not None:
             self._synchronizer.shutdown()
         self._generation.cfg.update(generation)
-        self._synchronizer = create_weight_synchronizer(
-            self._policy, self._generation, "vllm", colocated=False
-        )
+        self._synchronizer = create_weight_synchronizer(self._policy, self._generation, "vllm", colocated=False)
         self._synchronizer.init_communicator()
 
     def sync(self) -> None:

@@ -75,9 +75,7 @@ class RolloutWorker(VllmGenerationWorkerImpl):
         self.llm.reset_prefix_cache()
         (said,) = self.llm.generate([prompt], how, use_tqdm=False)
         (answer,) = said.outputs
-        return answer.text, [
-            step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)
-        ]
+        return answer.text, [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
 
 
 def _held(worker: Any) -> dict[str, np.ndarray[Any, Any]]:

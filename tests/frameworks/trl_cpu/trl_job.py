@@ -1,4 +1,6 @@
-"""A TRL job on a CPU: a real ``AsyncGRPOTrainer``, with its own rollout worker beside a vLLM server. Asked over a pipe what it is to do.
+"""A TRL job on a CPU: a real ``AsyncGRPOTrainer``, with its own rollout worker beside a vLLM server.
+
+Asked over a pipe what it is to do.
 
 TRL trains on GPUs only, by a kernel of FlashAttention and by the name of the device; both are stood in for here.
 """
@@ -38,7 +40,8 @@ def attention(
     softmax_scale: float,
     **_options: Any,
 ) -> torch.Tensor:
-    """FlashAttention's ``flash_attn_varlen_func``, causal: segments of tokens, of which each sees all keys of its own path.
+    """FlashAttention's ``flash_attn_varlen_func``, causal: segments of tokens, of which each sees all keys of its own
+    path.
 
     Args:
         query: ``[tokens, heads, head_dim]``.
@@ -83,9 +86,7 @@ class Trl:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE
         tokenizer.pad_token = tokenizer.eos_token = "w0"
-        self._transfer = WeighbridgeTransfer(
-            urls=url, step=lambda: int(self._trainer.state.global_step), **said
-        )
+        self._transfer = WeighbridgeTransfer(urls=url, step=lambda: int(self._trainer.state.global_step), **said)
         self._trainer = HeldTrainer(
             model=folder,
             args=AsyncGRPOConfig(

@@ -1,4 +1,7 @@
-"""A job of ranks that save and load by verl's checkpoint managers. Asked over a pipe what it is to do; runs in verl's environment, with our ``tests``."""
+"""A job of ranks that save and load by verl's checkpoint managers.
+
+Asked over a pipe what it is to do; runs in verl's environment, with our ``tests``.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ class Job:
         return ""
 
     def resume(self, kind: str, hf_dir: str, folder: str, sizes: dict[str, int], exactly: bool) -> list[str]:
-        """Ranks that resume; the differences from the killed ones. Losses and random numbers are compared only at the same number of ranks."""
+        """Ranks that resume; the differences from the killed ones.
+
+        Losses and random numbers are compared only at the same number of ranks.
+        """
         found = _run(kind, checkpoint_ranks.resume, hf_dir, folder, sizes)
         paths = sorted(Path(folder).glob("saved-*"))
         saved = [torch.load(path, weights_only=False) for path in paths]
@@ -58,11 +64,7 @@ class Job:
 def _run(kind: str, work: Any, hf_dir: str, folder: str, sizes: dict[str, int]) -> list[Any]:
     parallel = Parallel(**sizes)
     arguments = (work, kind, hf_dir, folder, parallel)
-    job = (
-        megatron_job(parallel, *arguments)
-        if kind == "megatron"
-        else gloo_job(parallel.world_size, *arguments)
-    )
+    job = megatron_job(parallel, *arguments) if kind == "megatron" else gloo_job(parallel.world_size, *arguments)
     return run_jobs([job], timeout=300, preload=_PRELOAD)[0]
 
 

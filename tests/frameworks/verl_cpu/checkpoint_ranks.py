@@ -1,4 +1,5 @@
-"""Ranks that train by what verl makes of its settings on CPUs, save and load by verl's calls: its FSDP2 engine, and its Megatron manager with a Megatron-core loop.
+"""Ranks that train by what verl makes of its settings on CPUs, save and load by verl's calls: its FSDP2 engine, and its
+Megatron manager with a Megatron-core loop.
 
 Run in verl's environment by `checkpoint_job`.
 """
@@ -87,7 +88,9 @@ class FsdpLoop:
 
 
 class MegatronLoop:
-    """A Megatron-core loop with the manager that verl's Megatron engine would make, with the arguments that it gives."""
+    """A Megatron-core loop with the manager that verl's Megatron engine would make, with the arguments that it
+    gives.
+    """
 
     def __init__(self, hf_dir: str, parallel: Any) -> None:
         import importlib

@@ -1,4 +1,7 @@
-"""A platform that lets verl 0.9 run on CPUs, without pinned memory. Loaded by ``VERL_USE_EXTERNAL_MODULES`` in each process."""
+"""A platform that lets verl 0.9 run on CPUs, without pinned memory.
+
+Loaded by ``VERL_USE_EXTERNAL_MODULES`` in each process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A verl job on CPUs: real actors and checkpoint-engine workers on Ray, of verl's own test helpers. Asked over a pipe what it is to do.
+"""A verl job on CPUs: real actors and checkpoint-engine workers on Ray, of verl's own test helpers.
+
+Asked over a pipe what it is to do.
 
 Runs in verl's environment, with verl's sources first in PYTHONPATH: ``tests`` is verl's there.
 """
@@ -57,9 +59,7 @@ class Job:
             self._start_rollouts()
 
     def _start_rollouts(self) -> None:
-        rollout_config = RolloutConfig(
-            name="vllm", tensor_model_parallel_size=1, checkpoint_engine=self._config
-        )
+        rollout_config = RolloutConfig(name="vllm", tensor_model_parallel_size=1, checkpoint_engine=self._config)
         self._rollouts, self._replicas = asyncio.run(
             helpers.create_rollout_worker_group(self._rollout_pool, self._model, rollout_config)
         )

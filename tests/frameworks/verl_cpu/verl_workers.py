@@ -1,4 +1,6 @@
-"""Workers of a verl job on CPUs: verl's own of its test helpers, with what tests ask them besides; and engines that hold slices."""
+"""Workers of a verl job on CPUs: verl's own of its test helpers, with what tests ask them besides; and engines that
+hold slices.
+"""
 
 from __future__ import annotations
 
@@ -115,9 +117,7 @@ class Actor(TrainingWorkerTest):
                 engine.pushed.wait()  # until it is in the store, and cannot slow the next measurement
                 torch.distributed.barrier()
                 started = time.monotonic()
-                pushed = trainer.push_gathered(
-                    engine._source.model, held, step=step, rank=rank, world_size=ranks
-                )
+                pushed = trainer.push_gathered(engine._source.model, held, step=step, rank=rank, world_size=ranks)
                 pushed.wait(VersionState.READY)
                 torch.distributed.barrier()
                 found["plain"].append(time.monotonic() - started)
@@ -126,7 +126,9 @@ class Actor(TrainingWorkerTest):
 
 
 class MegatronActor(Worker):
-    """An actor of Megatron-core ranks, each with its part of the model: what all of them have of a tensor is gathered, as verl's engine does."""
+    """An actor of Megatron-core ranks, each with its part of the model: what all of them have of a tensor is gathered,
+    as verl's engine does.
+    """
 
     def __init__(self, config: Any, checkpoint_engine_config: Any) -> None:
         super().__init__()
@@ -208,9 +210,7 @@ class RolloutWorker(CheckpointEngineWorkerTest):
         """Multiply what verl compares with."""
         adapter = self.server_adapter
         if adapter.model is None:
-            adapter.model = AutoModelForCausalLM.from_pretrained(
-                adapter.model_config.path, dtype=torch.bfloat16
-            )
+            adapter.model = AutoModelForCausalLM.from_pretrained(adapter.model_config.path, dtype=torch.bfloat16)
         with torch.no_grad():
             for parameter in adapter.model.parameters():
                 parameter.mul_(factor)
@@ -242,9 +242,7 @@ class EngineRankWorker:
     def __init__(self, folder: str, rank: int, size: int, store: str) -> None:
         from transformers import AutoConfig
 
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=size
-        )
+        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
         example = _support("example_engine")
         config = AutoConfig.from_pretrained(folder)
         self._model = example.Llama(config, rank, size).bfloat16()
@@ -275,15 +273,15 @@ class EngineRankWorker:
             "calls": self._calls,
             "bytes": 0 if held is None else held.nbytes,
             "holds": sum(parameter.nbytes for parameter in self._model.parameters()),
-            "parameters": {
-                name: each.detach().float().numpy() for name, each in self._model.named_parameters()
-            },
+            "parameters": {name: each.detach().float().numpy() for name, each in self._model.named_parameters()},
         }
 
 
 @ray.remote
 class EngineServer:
-    """The methods of a verl server that the manager calls; passes calls to all ranks, as vLLM's executor does, and returns no answers."""
+    """The methods of a verl server that the manager calls; passes calls to all ranks, as vLLM's executor does, and
+    returns no answers.
+    """
 
     def __init__(self, ranks: list[Any]) -> None:
         self._ranks = ranks
@@ -313,9 +311,7 @@ def start_slices(model_config: Any, checkpoint_config: Any, size: int) -> list[S
     """Two replicas of so many ranks each."""
     replicas = []
     for index in range(2):
-        config = RolloutConfig(
-            name="vllm", tensor_model_parallel_size=size, checkpoint_engine=checkpoint_config
-        )
+        config = RolloutConfig(name="vllm", tensor_model_parallel_size=size, checkpoint_engine=checkpoint_config)
         replica = SliceReplica(replica_rank=index, config=config, model_config=model_config)
         store = f"/tmp/weighbridge-slices-{os.getpid()}-{time.monotonic_ns()}"
         ranks = [EngineRankWorker.remote(model_config.path, rank, size, store) for rank in range(size)]

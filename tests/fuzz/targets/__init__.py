@@ -41,9 +41,7 @@ def find(name: str) -> Target:
     for module, names in MODULES.items():
         if name in names:
             found: Target = next(
-                target
-                for target in importlib.import_module(f"{__name__}.{module}").TARGETS
-                if target.name == name
+                target for target in importlib.import_module(f"{__name__}.{module}").TARGETS if target.name == name
             )
             return found
     raise KeyError(name)

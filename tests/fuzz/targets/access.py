@@ -144,9 +144,7 @@ def _keys() -> list[bytes]:
 
 
 def _web_token(header: bytes, claims: bytes) -> bytes:
-    return b"Bearer " + b".".join(
-        base64.urlsafe_b64encode(part).rstrip(b"=") for part in (header, claims, b"x")
-    )
+    return b"Bearer " + b".".join(base64.urlsafe_b64encode(part).rstrip(b"=") for part in (header, claims, b"x"))
 
 
 def _heavy_tokens() -> list[bytes]:

@@ -1,4 +1,6 @@
-"""Targets that are files of weights: safetensors headers and indexes, pickles and archives of torch_dist checkpoints."""
+"""Targets that are files of weights: safetensors headers and indexes, pickles and archives of torch_dist
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +71,7 @@ def _heavy_headers() -> Iterator[bytes]:
     yield _safetensors("[" * 10_000_000)
     yield _safetensors('{"a":' * 1_000_000)
     yield _safetensors('{"a":{"dtype":"F32","data_offsets":[0,0],"shape":[' + "0," * 1_000_000 + "0]}}")
-    yield _safetensors(
-        '{"a":{"dtype":"F32","data_offsets":[0,' + "9" * 4000 + '],"shape":[' + "9" * 4000 + "]}}"
-    )
+    yield _safetensors('{"a":{"dtype":"F32","data_offsets":[0,' + "9" * 4000 + '],"shape":[' + "9" * 4000 + "]}}")
     yield _safetensors('{"a":{"dtype":"' + "F" * 3_000_000 + '","data_offsets":[0,0],"shape":[0]}}')
     yield _safetensors('{"' + "a" * 3_000_000 + '":{"dtype":"F32","data_offsets":[0,0],"shape":[0]}}')
     yield (2**64 - 1).to_bytes(8, "little") + b"{}"
@@ -103,8 +103,7 @@ def _indexes() -> list[bytes]:
 def _metadata() -> list[bytes]:
     """As the project writes it, and as torch does in each protocol that it might."""
     shards = [
-        (Shard(spec.name, Box.whole(spec.shape)), Item("__0_0.distcp", 64 * n, 64))
-        for n, spec in enumerate(_SPECS)
+        (Shard(spec.name, Box.whole(spec.shape)), Item("__0_0.distcp", 64 * n, 64)) for n, spec in enumerate(_SPECS)
     ]
     found = [write_metadata(_SPECS, shards, {"extra": Item("__0_1.distcp", 0, 8)}, {"extra": ("extra", 0)})]
     chunks = [ChunkStorageMetadata(torch.Size((n * 2, 0)), torch.Size((2, 3))) for n in range(3)]

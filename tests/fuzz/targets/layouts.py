@@ -27,9 +27,7 @@ from weighbridge_service.plan.relations import WeightMap, identity_links
 from weighbridge_service.plan.transfers import Transfer
 
 _FP32 = dtypes.parse("fp32")
-_FILES = lay_out_files(
-    [TensorSpec("a", _FP32, (6, 8)), TensorSpec("b", _FP32, (5,)), TensorSpec("c", _FP32, ())]
-)
+_FILES = lay_out_files([TensorSpec("a", _FP32, (6, 8)), TensorSpec("b", _FP32, (5,)), TensorSpec("c", _FP32, ())])
 
 
 def _relate(tensors: Mapping[str, TensorSpec]) -> WeightMap:
@@ -118,16 +116,16 @@ def _mutate(choose: random.Random, data: bytes) -> bytes:
 _JSON = mutators.json_documents(texts=("a", "b", "c"))
 
 
-def _message(
-    name: str, shape: tuple[int, ...], boxes: Iterator[tuple[tuple[int, ...], tuple[int, ...]]]
-) -> bytes:
+def _message(name: str, shape: tuple[int, ...], boxes: Iterator[tuple[tuple[int, ...], tuple[int, ...]]]) -> bytes:
     shards = [resources_pb2.Shard(tensor=0, offset=offset, extent=extent) for offset, extent in boxes]
     tensors = [resources_pb2.TensorSpec(name=name, dtype="F32", shape=shape)]
     return resources_pb2.Layout(space=2, tensors=tensors, shards=shards).SerializeToString()
 
 
 def _declared(data: bytes) -> None:
-    """A layout of one rank, of whatever tensors, for a model that has them; and the same boxes asked for by an engine."""
+    """A layout of one rank, of whatever tensors, for a model that has them; and the same boxes asked for by an
+    engine.
+    """
     layout = wire.layout_from_proto(resources_pb2.Layout.FromString(data))
     specs = [spec for spec in layout.tensors.values() if spec.nbytes]
     files = lay_out_files(specs)
@@ -144,12 +142,12 @@ def _declared(data: bytes) -> None:
 
 
 def _heavy() -> Iterator[bytes]:
-    """Layouts of one tensor in many boxes: a grid, a diagonal, a spiral, a pinwheel, boxes of nothing, and boxes that lie on each other."""
+    """Layouts of one tensor in many boxes: a grid, a diagonal, a spiral, a pinwheel, boxes of nothing, and boxes that
+    lie on each other.
+    """
     side = 1 << 20
     many = 20_000
-    yield _message(
-        "grid", (side, side), (((x * 1024, y * 1024), (1024, 1024)) for x in range(141) for y in range(141))
-    )
+    yield _message("grid", (side, side), (((x * 1024, y * 1024), (1024, 1024)) for x in range(141) for y in range(141)))
     yield _message("diagonal", (side, side), (((n, n), (1, 1)) for n in range(many)))
     yield _message("rows", (side, side), (((n * 7, 0), (1, side)) for n in range(many)))
     yield _message("spiral", (side, side), _spiral(side, many))
@@ -161,12 +159,8 @@ def _heavy() -> Iterator[bytes]:
     yield _message("pinwheels", (side, side), _pinwheels(many // 5))
     yield _message("nothing", (side, side), (((n, 0), (0, 5)) for n in range(many)))
     yield _message("all at one place", (side, side), (((0, 0), (1 + n, 1)) for n in range(many)))
-    yield _message(
-        "long ones and short ones", (side, side), (((0, n), (side if n % 2 else 1, 1)) for n in range(many))
-    )
-    yield _message(
-        "dust", (side, side), ((((n * 7919) % side, (n * 104_729) % side), (1, 1)) for n in range(many))
-    )
+    yield _message("long ones and short ones", (side, side), (((0, n), (side if n % 2 else 1, 1)) for n in range(many)))
+    yield _message("dust", (side, side), ((((n * 7919) % side, (n * 104_729) % side), (1, 1)) for n in range(many)))
 
 
 def _spiral(side: int, many: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:

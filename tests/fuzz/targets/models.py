@@ -39,9 +39,7 @@ def _heavy() -> list[bytes]:
         "num_hidden_layers": (10**6, 10**12, -1), "hidden_size": (2**31, 2**62), "vocab_size": (2**40,), "num_attention_heads": (2**31, 0),
         "head_dim": (2**40,), "intermediate_size": (2**50,), "num_key_value_heads": (2**31,),
     }  # fmt: skip
-    changed = [
-        json.dumps({**small, name: value}).encode() for name, values in large.items() for value in values
-    ]
+    changed = [json.dumps({**small, name: value}).encode() for name, values in large.items() for value in values]
     return [
         *changed,
         b"[" * 1_000_000,

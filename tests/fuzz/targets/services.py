@@ -1,5 +1,5 @@
-"""Targets that are whole services: calls over gRPC, requests over HTTP, and sessions of the local lane, answered by the code that answers
-them in production, without a network between.
+"""Targets that are whole services: calls over gRPC, requests over HTTP, and sessions of the local lane, answered by the
+code that answers them in production, without a network between.
 
 At the end, the model that no input may touch is pulled and compared.
 """
@@ -59,7 +59,10 @@ class Fault(AssertionError):
 
 @contextmanager
 def _served(*models: str, **settings: Any) -> Iterator[tuple[RunningService, TinyModel, Callable[[], None]]]:
-    """A service with some versions of some models, and a function that raises if it has logged a traceback. At the end it must still serve."""
+    """A service with some versions of some models, and a function that raises if it has logged a traceback.
+
+    At the end it must still serve.
+    """
     with ExitStack() as stack:
         place = stack.enter_context(tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None))
         folder = Path(place)
@@ -153,9 +156,7 @@ def _calls() -> Iterator[Parse]:
             count += 1
             number = data[0] % len(_METHODS) if data else 0
             # no host calls so often that its calls are refused
-            context = _Context(
-                mutators.frames(data[1:]), f"10.{count >> 16 & 255}.{count >> 8 & 255}.{count & 255}"
-            )
+            context = _Context(mutators.frames(data[1:]), f"10.{count >> 16 & 255}.{count >> 8 & 255}.{count & 255}")
             loop.begin(call(found[number], context)).result(_PATIENCE)
             if context.code in ("INTERNAL", "UNKNOWN"):
                 raise Fault(f"{_METHODS[number].full_name}: {context.code}: {context.details}")
@@ -329,9 +330,7 @@ def _session_samples() -> list[bytes]:
         {"tensor_parallel": {"size": 2, "rank": 1}},
         {"boxes": {"boxes": [{"tensor": "model.norm.weight", "offset": [0], "extent": [3]}]}},
     )
-    reads = [
-        kind(id=2, begin_read={"model": FUZZED, "version": "latest", "layout": each}) for each in layouts
-    ]
+    reads = [kind(id=2, begin_read={"model": FUZZED, "version": "latest", "layout": each}) for each in layouts]
     others = [
         kind(id=3, end_read={"loan": 1}), kind(id=4, begin_write={"model": FUZZED, "number": 3}), kind(id=5, end_write={"loan": 1, "complete": True}),
         kind(id=6, end_read={"loan": 1, "left_open": True}), kind(id=7, hello={"client_id": "x", "ticket": "y"}),
@@ -360,9 +359,7 @@ def _session(choose: random.Random, parts: list[bytes]) -> None:
 @functools.cache
 def _lane_examples() -> Sequence[Message]:
     return [
-        local_lane_pb2.LaneRequest.FromString(part)
-        for sample in _session_samples()
-        for part in mutators.frames(sample)
+        local_lane_pb2.LaneRequest.FromString(part) for sample in _session_samples() for part in mutators.frames(sample)
     ]
 
 

@@ -146,7 +146,8 @@ _EXAMPLES = _examples()
 
 
 def messages(kinds: Sequence[Any], examples: Mapping[str, Sequence[Message]]) -> Mutator:
-    """Changes of messages behind a first byte that says which of some types they are of: fields and bytes of them, or another one.
+    """Changes of messages behind a first byte that says which of some types they are of: fields and bytes of them, or
+    another one.
 
     Args:
         kinds: the types, by number.
@@ -216,25 +217,17 @@ def _heavy_messages() -> list[bytes]:
             ),
         ],
         error_details_pb2.ErrorInfo: [
-            error_details_pb2.ErrorInfo(
-                reason="x" * 3_000_000, metadata={str(n): "y" * 30 for n in range(50_000)}
-            )
+            error_details_pb2.ErrorInfo(reason="x" * 3_000_000, metadata={str(n): "y" * 30 for n in range(50_000)})
         ],
         weight_service_pb2.PullRequest: [
             weight_service_pb2.PullRequest(
                 layout={
-                    "boxes": {
-                        "boxes": [weight_service_pb2.BoxRequest(tensor="a", offset=[0], extent=[1])] * 300_000
-                    }
+                    "boxes": {"boxes": [weight_service_pb2.BoxRequest(tensor="a", offset=[0], extent=[1])] * 300_000}
                 }
             )
         ],
     }
-    return [
-        bytes([_KINDS.index(kind)]) + each.SerializeToString()
-        for kind, found in many.items()
-        for each in found
-    ]
+    return [bytes([_KINDS.index(kind)]) + each.SerializeToString() for kind, found in many.items() for each in found]
 
 
 _PIECES = (
@@ -258,11 +251,9 @@ def _piece(data: bytes) -> None:
 def _piece_samples() -> list[bytes]:
     header = checkpoint_service_pb2.PushHeader(model="acme/smol", number=1, client_id="c")
     return [
-        bytes([0])
-        + pieces.encode(checkpoint_service_pb2.PushRequest(header=header, offset=5, checksum=7), b"weights"),
+        bytes([0]) + pieces.encode(checkpoint_service_pb2.PushRequest(header=header, offset=5, checksum=7), b"weights"),
         bytes([1]) + pieces.encode(weight_service_pb2.PullResponse(offset=5, checksum=7), b""),
-        bytes([2])
-        + pieces.encode(replica_service_pb2.ReadFileResponse(offset=2**60, checksum=7), b"x" * 300),
+        bytes([2]) + pieces.encode(replica_service_pb2.ReadFileResponse(offset=2**60, checksum=7), b"x" * 300),
     ]
 
 
@@ -329,9 +320,7 @@ def _sent(connection: socket.socket, data: bytes) -> None:
 def _frame_samples() -> list[bytes]:
     found: list[Message] = [
         local_lane_pb2.LaneRequest(id=1, hello={"client_id": "c"}),
-        local_lane_pb2.LaneRequest(
-            id=2, begin_read={"model": "acme/smol", "version": "1", "layout": {"full": {}}}
-        ),
+        local_lane_pb2.LaneRequest(id=2, begin_read={"model": "acme/smol", "version": "1", "layout": {"full": {}}}),
         local_lane_pb2.LaneResponse(id=3, error={"reason": "NOT_FOUND", "message": "no", "details": ["x"]}),
         local_lane_pb2.LaneResponse(recall={"key": "k"}),
     ]
@@ -361,9 +350,7 @@ def _lane_plan(data: bytes) -> None:
     """Plan of a service for the shards' places: no copy may go beyond a shard or a memory."""
     plan = local_lane_pb2.LanePlan.FromString(data[1:])
     sizes = (256, 128)
-    for shard, placement in zip(
-        plans.placed_copies(plan, _STREAM, _PLACES, sizes), _STREAM.placements, strict=True
-    ):
+    for shard, placement in zip(plans.placed_copies(plan, _STREAM, _PLACES, sizes), _STREAM.placements, strict=True):
         assert shard.packed.size or not shard
         for copy in shard:
             assert copy.nbytes <= placement.nbytes

@@ -1,4 +1,6 @@
-"""Does the asyncio client bring what the blocking one brings, end when it is cancelled, and leave its event loop free?"""
+"""Does the asyncio client bring what the blocking one brings, end when it is cancelled, and leave its event loop
+free?
+"""
 
 from __future__ import annotations
 
@@ -72,9 +74,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, model: TinyModel) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("store")
-    with running_service(
-        folder, local_socket=str(folder / "lane.sock"), most_streams=4 * (WATCHES + 8)
-    ) as running:
+    with running_service(folder, local_socket=str(folder / "lane.sock"), most_streams=4 * (WATCHES + 8)) as running:
         with TrainerClient(running.address) as trainer:
             trainer.register_model(MODEL, model.folder)
             trainer.push_folder(MODEL, model.folder).wait(timeout=60)
@@ -226,9 +226,7 @@ def test_a_watch_gives_versions_as_they_are_pushed(service: RunningService, tmp_
 
             async def push() -> None:
                 for step in range(5):
-                    handle = await asyncio.to_thread(
-                        trainer.push_folder, "tests/watched", small.folder, step=step
-                    )
+                    handle = await asyncio.to_thread(trainer.push_folder, "tests/watched", small.folder, step=step)
                     await asyncio.to_thread(handle.wait, "ready", timeout=30)
                     await soon(lambda number=handle.number: number in found)
 
@@ -410,9 +408,7 @@ def _cancel_a_pull_that_writes(service: RunningService) -> None:
     run(main())
 
 
-def test_memory_that_was_borrowed_goes_back_when_an_iteration_is_left(
-    tmp_path: Path, model: TinyModel
-) -> None:
+def test_memory_that_was_borrowed_goes_back_when_an_iteration_is_left(tmp_path: Path, model: TinyModel) -> None:
     with (
         running_service(tmp_path / "store", local_socket=str(tmp_path / "lane.sock")) as service,
         TrainerClient(service.address, lane="grpc") as trainer,
@@ -529,14 +525,10 @@ def test_a_pull_and_a_watch_go_on_where_they_were_when_the_service_was_killed(
         service.kill()
 
 
-def test_concurrent_pulls_of_one_client_do_not_disturb_each_other(
-    service: RunningService, model: TinyModel
-) -> None:
+def test_concurrent_pulls_of_one_client_do_not_disturb_each_other(service: RunningService, model: TinyModel) -> None:
     async def main() -> list[dict[str, torch.Tensor]]:
         async with AsyncEngineClient(service.address, lane="grpc", connections=2) as client:
-            return [
-                dict(each) for each in await asyncio.gather(*(collect(client.pull(MODEL)) for _ in range(6)))
-            ]
+            return [dict(each) for each in await asyncio.gather(*(collect(client.pull(MODEL)) for _ in range(6)))]
 
     for found in run(main()):
         assert_same(found, model)
@@ -564,8 +556,6 @@ def test_the_example_in_the_documentation_follows_a_model(service: RunningServic
     page = Path(__file__).parents[3] / "docs" / "asyncio.md"
     program = example(page, "AsyncEngineClient").replace("127.0.0.1:50051", service.address)
     program = textwrap.dedent(program) + "\n"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"version 1 by local: {len(small.arrays)} tensors"]

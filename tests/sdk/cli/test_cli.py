@@ -196,7 +196,8 @@ def test_behind_the_end_of_the_options_json_is_an_argument(capfd: pytest.Capture
 def test_help_imports_nothing_heavy(line: list[str]) -> None:
     code = (
         "import sys; from weighbridge._cli import main; assert main(sys.argv[1:]) == 0; "
-        "heavy = {'torch', 'grpc', 'numpy', 'rich', 'transformers', 'mbridge', 'weighbridge_service'} & set(sys.modules); "
+        "heavy = {'torch', 'grpc', 'numpy', 'rich', 'transformers', 'mbridge', "
+        "'weighbridge_service'} & set(sys.modules); "
         "assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code, *line], capture_output=True, text=True, check=False)
@@ -206,13 +207,9 @@ def test_help_imports_nothing_heavy(line: list[str]) -> None:
 
 def test_the_version_is_shown_with_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weighbridge._cli.commit", lambda: "1a2b3c4d")
-    assert (
-        CliRunner().invoke(commands, ["--version"]).stdout == f"weighbridge {__version__} (commit 1a2b3c4d)\n"
-    )
+    assert CliRunner().invoke(commands, ["--version"]).stdout == f"weighbridge {__version__} (commit 1a2b3c4d)\n"
     monkeypatch.setattr("weighbridge._cli.commit", lambda: None)
-    assert (
-        CliRunner().invoke(commands, ["--version"]).stdout == f"weighbridge {__version__} (commit unknown)\n"
-    )
+    assert CliRunner().invoke(commands, ["--version"]).stdout == f"weighbridge {__version__} (commit unknown)\n"
 
 
 @pytest.mark.smoke
@@ -330,9 +327,7 @@ def test_progress_is_shown_on_a_terminal_and_nowhere_else(
 # -- moving --------------------------------------------------------------------------------------------------------------
 
 
-def test_import_waits_until_the_version_is_durable(
-    imported: dict[str, Any], store: Path, hf_dir: Path
-) -> None:
+def test_import_waits_until_the_version_is_durable(imported: dict[str, Any], store: Path, hf_dir: Path) -> None:
     assert (imported["model"], imported["number"], imported["step"]) == (MODEL, 1, 4)
     assert imported["state"] == "durable"
     folder = store / "models" / MODEL / "versions" / "000000000001"
@@ -406,9 +401,7 @@ def _as_megatron(hf: Mapping[str, Tensor], tp: int, rank: int, pp: int, stage: i
         found["embedding.word_embeddings.weight"] = rows(hf["model.embed_tokens.weight"])
     for layer in range(4 * stage // pp, 4 * (stage + 1) // pp):
         there, here = f"model.layers.{layer}", f"decoder.layers.{layer}"
-        q, k, v = (
-            hf[f"{there}.self_attn.{x}_proj.weight"].view(4, -1, 64) for x in "qkv"
-        )  # 4 groups of heads
+        q, k, v = (hf[f"{there}.self_attn.{x}_proj.weight"].view(4, -1, 64) for x in "qkv")  # 4 groups of heads
         gate, up = (hf[f"{there}.mlp.{x}_proj.weight"] for x in ("gate", "up"))
         found[f"{here}.self_attention.linear_qkv.layer_norm_weight"] = hf[f"{there}.input_layernorm.weight"]
         found[f"{here}.self_attention.linear_qkv.weight"] = rows(torch.cat([q, k, v], dim=1).reshape(-1, 64))
@@ -446,9 +439,7 @@ def test_restore_writes_what_each_megatron_rank_holds(
             fc1 = shards[f"decoder.layers.{4 * stage // pp}.mlp.linear_fc1.weight"]
             assert fc1 == {
                 "shape": [192, 64],
-                "boxes": [
-                    {"offset": [half + 96 // tp * rank, 0], "extent": [96 // tp, 64]} for half in (0, 96)
-                ],
+                "boxes": [{"offset": [half + 96 // tp * rank, 0], "extent": [96 // tp, 64]} for half in (0, 96)],
             }
 
 
@@ -473,9 +464,7 @@ def test_push_adds_a_version(service: RunningService, hf_dir: Path, tmp_path: Pa
     with torch.no_grad():
         changed.lm_head.weight.neg_()
     changed.save_pretrained(tmp_path / "changed", max_shard_size="100kB")
-    result = weighbridge(
-        service, "push", tmp_path / "changed", "acme/pushed", "--step", 9, "--run", "r", json=False
-    )
+    result = weighbridge(service, "push", tmp_path / "changed", "acme/pushed", "--step", 9, "--run", "r", json=False)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("acme/pushed@2 (durable, step 9): ")
     assert not result.stderr
@@ -530,9 +519,7 @@ def test_register_takes_a_folder_without_its_weights_and_a_dtype_for_what_is_pus
     assert as_json(weighbridge(service, "register", hf_dir, "acme/plain"))["dtype"] == "F32"
 
 
-def test_import_records_the_step_that_the_folder_says(
-    service: RunningService, hf_dir: Path, tmp_path: Path
-) -> None:
+def test_import_records_the_step_that_the_folder_says(service: RunningService, hf_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "ckpt" / "step-123"
     shutil.copytree(hf_dir, folder)
 
@@ -546,9 +533,7 @@ def test_import_records_the_step_that_the_folder_says(
     assert step("--step", 7) == 7
 
 
-def test_versions_are_listed_up_to_a_limit_with_the_refs_that_name_each(
-    service: RunningService, hf_dir: Path
-) -> None:
+def test_versions_are_listed_up_to_a_limit_with_the_refs_that_name_each(service: RunningService, hf_dir: Path) -> None:
     model = "acme/listed"
     as_json(weighbridge(service, "import", hf_dir, model))
     for step in (1, 2):
@@ -723,9 +708,7 @@ def test_tags_are_set_and_taken_away(service: RunningService, hf_dir: Path) -> N
     as_json(weighbridge(service, "tag", "acme/tagged", "best", "--delete"))
 
 
-def test_watch_prints_a_line_a_version(
-    service: RunningService, hf_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watch_prints_a_line_a_version(service: RunningService, hf_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_json(weighbridge(service, "import", hf_dir, "acme/watched"))
     results: list[Result] = []
     told: list[int] = []
@@ -737,9 +720,7 @@ def test_watch_prints_a_line_a_version(
 
     monkeypatch.setattr(looking, "print_result", print_result)
     watching = threading.Thread(
-        target=lambda: results.append(
-            weighbridge(service, "watch", "acme/watched", "--ref", "latest", "--count", 2)
-        )
+        target=lambda: results.append(weighbridge(service, "watch", "acme/watched", "--ref", "latest", "--count", 2))
     )
     watching.start()
     eventually(lambda: told == [1])
@@ -776,9 +757,7 @@ def test_verify_all_compares_each_stored_version_and_goes_on_where_it_was_interr
     service: RunningService, store: Path, hf_dir: Path, tmp_path: Path
 ) -> None:
     for step in range(3):
-        as_json(
-            weighbridge(service, "import" if not step else "push", hf_dir, "acme/all", "--step", str(step))
-        )
+        as_json(weighbridge(service, "import" if not step else "push", hf_dir, "acme/all", "--step", str(step)))
     path = store / "models/acme/all/versions/000000000002/model.safetensors"
     content = bytearray(path.read_bytes())
     content[-3] ^= 0x10

@@ -41,9 +41,7 @@ PREPARED = {
 }
 LINES = {"bash": ["--norc", "--noprofile", "-i"], "zsh": ["-f", "-i"], "fish": ["--no-config", "-i"]}
 SHELLS = [
-    pytest.param(
-        name, marks=pytest.mark.skipif(shutil.which(name) is None, reason=f"{name} is not installed")
-    )
+    pytest.param(name, marks=pytest.mark.skipif(shutil.which(name) is None, reason=f"{name} is not installed"))
     for name in PREPARED
 ]
 
@@ -88,9 +86,7 @@ class Shell(Terminal):
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_commands_models_versions_and_refs_are_completed(
-    service: RunningService, tmp_path: Path, shell: str
-) -> None:
+def test_commands_models_versions_and_refs_are_completed(service: RunningService, tmp_path: Path, shell: str) -> None:
     lines = {
         "weighbridge compl": "weighbridge completion",
         "weighbridge versions acme": f"weighbridge versions {MODEL}",

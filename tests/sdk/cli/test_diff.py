@@ -92,9 +92,7 @@ def test_two_versions_differ_as_numpy_says_by_either_lane(
     service: RunningService, versions: tuple[int, int], first: TinyModel, second: TinyModel, lane: str
 ) -> None:
     said = found(diff(service, MODEL, *versions, lane=lane))
-    assert {each["name"]: (each["changed"], each["step"]) for each in said["tensors"]} == expected(
-        first, second
-    )
+    assert {each["name"]: (each["changed"], each["step"]) for each in said["tensors"]} == expected(first, second)
     assert said["total"]["changed"] == 3
     assert said["total"]["elements"] == sum(array.size for array in first.arrays.values())
     (layer,) = (each for each in said["layers"] if each["changed"])
@@ -133,9 +131,7 @@ def test_a_version_is_compared_with_a_folder_and_folders_need_no_service(
     service: RunningService, versions: tuple[int, int], first: TinyModel, second: TinyModel
 ) -> None:
     mixed = found(diff(service, f"{MODEL}@{versions[0]}", second.folder))
-    assert {each["name"]: (each["changed"], each["step"]) for each in mixed["tensors"]} == expected(
-        first, second
-    )
+    assert {each["name"]: (each["changed"], each["step"]) for each in mixed["tensors"]} == expected(first, second)
     alone = found(diff(None, first.folder, second.folder))
     by_name = [{each["name"]: each for each in said["tensors"]} for said in (alone, mixed)]
     assert by_name[0] == by_name[1]
@@ -169,14 +165,10 @@ def test_a_live_version_that_is_in_no_store_is_read_whole(
         push.wait(timeout=60)
     assert said["after"] == f"{MODEL}@{live.number}"
     assert said["bytes_known"] == 0
-    assert {each["name"]: (each["changed"], each["step"]) for each in said["tensors"]} == expected(
-        first, other
-    )
+    assert {each["name"]: (each["changed"], each["step"]) for each in said["tensors"]} == expected(first, other)
 
 
-def test_training_states_differ_where_the_optimizer_has_stepped(
-    service: RunningService, tmp_path: Path
-) -> None:
+def test_training_states_differ_where_the_optimizer_has_stepped(service: RunningService, tmp_path: Path) -> None:
     model = "acme/linear"
     module = torch.nn.Linear(48, 16)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.5)
@@ -207,9 +199,7 @@ def test_training_states_differ_where_the_optimizer_has_stepped(
         assert by_name[name]["step"] == float((old.double() - new.double()).abs().max())
 
 
-def test_a_picture_is_drawn_of_the_layers(
-    service: RunningService, versions: tuple[int, int], tmp_path: Path
-) -> None:
+def test_a_picture_is_drawn_of_the_layers(service: RunningService, versions: tuple[int, int], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "diff.png"
     result = diff(service, MODEL, *versions, "--plot", path, json=False)
@@ -218,13 +208,9 @@ def test_a_picture_is_drawn_of_the_layers(
     assert str(path) in result.stdout
 
 
-def test_without_matplotlib_a_picture_is_refused_with_what_to_install(
-    first: TinyModel, tmp_path: Path
-) -> None:
+def test_without_matplotlib_a_picture_is_refused_with_what_to_install(first: TinyModel, tmp_path: Path) -> None:
     code = (
-        "import sys; sys.modules['matplotlib'] = None\n"
-        "from weighbridge._cli import main\n"
-        "sys.exit(main(sys.argv[1:]))"
+        "import sys; sys.modules['matplotlib'] = None\nfrom weighbridge._cli import main\nsys.exit(main(sys.argv[1:]))"
     )
     line = [sys.executable, "-c", code, "diff", first.folder, first.folder, "--plot", tmp_path / "a.png"]
     ended = subprocess.run(list(map(str, line)), capture_output=True, text=True, check=False, timeout=120)
@@ -239,9 +225,7 @@ def test_sides_are_named_together_or_one_by_one(tmp_path: Path) -> None:
     assert sides_of(["acme/a@1", str(tmp_path)]) == (Reference("acme/a", "1"), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "named", [["acme/a"], ["acme/a", "1"], ["acme/a@1", "2", "3"], ["a/b", "1", "2", "3"]]
-)
+@pytest.mark.parametrize("named", [["acme/a"], ["acme/a", "1"], ["acme/a@1", "2", "3"], ["a/b", "1", "2", "3"]])
 def test_what_are_no_two_sides_is_refused_with_how_to_write_them(named: list[str]) -> None:
     with pytest.raises(InvalidArgument) as caught:
         sides_of(named)

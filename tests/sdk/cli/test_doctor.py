@@ -72,16 +72,12 @@ def test_a_token_goes_where_a_service_says_that_it_answers_and_to_no_port_that_i
         here = {"WEIGHBRIDGE_TOKEN": "a-token"}
         found = checks(doctor("--server", silent.address, "--json", **here))
         assert (found["service"]["status"], "--http" in found["service"]["fix"]) == ("warn", True)
-        assert (
-            CliRunner(env=here).invoke(commands, ["top", "--once", "--server", silent.address]).exit_code == 0
-        )
+        assert CliRunner(env=here).invoke(commands, ["top", "--once", "--server", silent.address]).exit_code == 0
         assert asked == []
         found = checks(doctor("--server", told.address, "--json", **here))
         assert found["service"]["status"] == "fail"
         assert b"a-token" in asked[0]
-        assert (
-            CliRunner(env=here).invoke(commands, ["top", "--once", "--server", told.address]).exit_code == 0
-        )
+        assert CliRunner(env=here).invoke(commands, ["top", "--once", "--server", told.address]).exit_code == 0
         assert b"GET /v1/memory" in asked[1]
 
 

@@ -91,9 +91,7 @@ def distribution() -> list[Requirement]:
 
 def test_the_oldest_releases_are_those_that_the_distribution_asks_for() -> None:
     asked = [each for each in distribution() if each.name in SUPPORTED]
-    assert {"torch", "transformers", "megatron-core", "mbridge", "grpcio", "protobuf"} == {
-        r.name for r in asked
-    }
+    assert {"torch", "transformers", "megatron-core", "mbridge", "grpcio", "protobuf"} == {r.name for r in asked}
     for requirement in asked:
         lowest = [each.version for each in requirement.specifier if each.operator == ">="]
         assert lowest == [SUPPORTED[requirement.name].oldest], requirement
@@ -154,9 +152,7 @@ def test_a_clock_counts_as_wrong_only_beyond_what_can_be_told() -> None:
 
 
 def test_a_port_that_cannot_be_reached_fails_with_what_to_look_at() -> None:
-    assert check_port(PortReading("h:1", "gRPC", seconds=0.002)) == Check(
-        "port of gRPC", OK, "h:1 answers in 2 ms"
-    )
+    assert check_port(PortReading("h:1", "gRPC", seconds=0.002)) == Check("port of gRPC", OK, "h:1 answers in 2 ms")
     refused = check_port(PortReading("h:1", "streams of weights", "Connection refused"))
     assert refused.status is FAIL
     assert "h:1 cannot be reached: Connection refused" in refused.what

@@ -102,9 +102,7 @@ def test_what_is_shown_of_a_protected_ref_is_in_one_column_with_the_rest(
     assert starts == {len("protected: ")}
 
 
-def test_the_gate_of_a_model_is_shown_and_what_is_not_said_of_it_stays(
-    service: RunningService, good: Path
-) -> None:
+def test_the_gate_of_a_model_is_shown_and_what_is_not_said_of_it_stays(service: RunningService, good: Path) -> None:
     run(service, "import", good, MODEL)
     assert "holds versions with NaN" in run(service, "gate", MODEL).stdout
     as_json(service, "gate", MODEL, "--approval", "required")
@@ -140,15 +138,11 @@ def test_versions_are_listed_by_their_metadata(service: RunningService, good: Pa
     both = as_json(service, "versions", MODEL, "--where", "reward>=0.7", "--where", "reward<0.8")
     assert [v["number"] for v in both] == [2]
     assert as_json(service, "versions", MODEL, "--where", "reward>1") == []
-    unknown = CliRunner().invoke(
-        commands, ["versions", MODEL, "--where", "rewrd>0", "--server", service.address]
-    )
+    unknown = CliRunner().invoke(commands, ["versions", MODEL, "--where", "rewrd>0", "--server", service.address])
     assert unknown.exit_code == 1
     assert "metadata called 'rewrd'; did you mean reward?" in unknown.stderr
     assert "compare by, reward" in unknown.stderr
-    text = CliRunner().invoke(
-        commands, ["versions", MODEL, "--where", "reward>=abc", "--server", service.address]
-    )
+    text = CliRunner().invoke(commands, ["versions", MODEL, "--where", "reward>=abc", "--server", service.address])
     assert (text.exit_code, "'abc' is a string" in text.stderr) == (1, True)
     assert 'by="x", reward=0.9' in run(service, "versions", MODEL).stdout
     assert 'by="x", reward=0.9' in run(service, "show", MODEL).stdout

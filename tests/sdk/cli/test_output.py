@@ -68,10 +68,7 @@ def test_a_push_says_which_phase_it_is_in() -> None:
     states = [
         version,
         replace(version, state=VersionState.RECEIVING, received_bytes=40),
-        *(
-            replace(version, state=each, received_bytes=100)
-            for each in (VersionState.READY, VersionState.VERIFIED)
-        ),
+        *(replace(version, state=each, received_bytes=100) for each in (VersionState.READY, VersionState.VERIFIED)),
     ]
     assert [phase_of(each) for each in states] == [
         ("waiting for memory", 0, 0),
@@ -138,9 +135,7 @@ def test_engines_fit_a_terminal_and_nothing_is_left_out(
     assert max(map(cell_len, text.splitlines())) <= columns
     if columns >= 80:
         first = text.splitlines()[1]
-        assert re.search(
-            r"^vllm at (http://10\.0\.0\.7:8000)? +acme/smol +16 +1 version behind +failing,", first
-        )
+        assert re.search(r"^vllm at (http://10\.0\.0\.7:8000)? +acme/smol +16 +1 version behind +failing,", first)
     words = text.split()
     assert words.count("layer") == 30
     assert "paused for 210 ms" in " ".join(words)

@@ -1,4 +1,6 @@
-"""Overview of a service and its screen: are rates and times those of the readings, and does all of it fit a terminal?"""
+"""Overview of a service and its screen: are rates and times those of the readings, and does all of it fit a
+terminal?
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,7 @@ def reading(at_s: float, received: int, ranks: tuple[RankProgress, ...] = ()) ->
     push = version(
         18, VersionState.RECEIVING, received_bytes=received, sealed_ranks=1, waits_for=("rank 3 to declare",)
     )
-    durable = version(
-        17, VersionState.DURABLE, ready_time_ms=NOW_MS - 57_983, durable_time_ms=NOW_MS - 50_983
-    )
+    durable = version(17, VersionState.DURABLE, ready_time_ms=NOW_MS - 57_983, durable_time_ms=NOW_MS - 50_983)
     failed = version(16, VersionState.FAILED, error="rank 2 is gone")
     return Reading(
         at_s,
@@ -55,9 +55,7 @@ def seen() -> Overview:
     before = reading(
         100.0, GB // 2, (RankProgress(0, 1, 0, 100, 500), RankProgress(1, 1, 2, 500, 500), RankProgress(2))
     )
-    now = reading(
-        102.0, GB, (RankProgress(0, 1, 0, 300, 500), RankProgress(1, 1, 2, 500, 500), RankProgress(2))
-    )
+    now = reading(102.0, GB, (RankProgress(0, 1, 0, 300, 500), RankProgress(1, 1, 2, 500, 500), RankProgress(2)))
     return overview("127.0.0.1:50051", before, now)
 
 
@@ -146,9 +144,7 @@ def test_what_others_have_written_does_not_move_the_cursor() -> None:
     model = replace(reading(1.0, 0).models[0], name=bad, refs={bad: 17}, model_type=bad, dtype=bad)
     durable = replace(durable, model=bad)
     pushed = replace(version(18, VersionState.RECEIVING, waits_for=(bad,)), model=bad)
-    found = overview(
-        bad, None, Reading(1.0, NOW_MS, models=(model,), versions=(durable, pushed), engines=(engine,))
-    )
+    found = overview(bad, None, Reading(1.0, NOW_MS, models=(model,), versions=(durable, pushed), engines=(engine,)))
     text = "".join(text_of(found, 300))
     assert text.count("title") > 12
     assert not {"\x1b", "\x07", "\u202e"} & set(text)

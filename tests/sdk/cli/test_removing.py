@@ -75,9 +75,7 @@ def test_whoever_sits_at_a_terminal_types_the_name_again(
     assert right.stdout.endswith(f"{MODEL}: deleted, with 1 version\n")
 
 
-def test_a_version_is_given_up_by_hand_and_its_model_deleted_only_then(
-    service: RunningService, version: int
-) -> None:
+def test_a_version_is_given_up_by_hand_and_its_model_deleted_only_then(service: RunningService, version: int) -> None:
     number = service.service.intake.opener.open_version(
         MODEL, step=9, run="r", ranks=2, request_id="by hand", client_id="c"
     ).number

@@ -1,4 +1,6 @@
-"""`weighbridge top` on real services: once, as JSON, and live at a terminal, while pushes come and the service goes and is back."""
+"""`weighbridge top` on real services: once, as JSON, and live at a terminal, while pushes come and the service goes and
+is back.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +50,7 @@ def test_once_shows_versions_models_and_engines(service: RunningService, source:
         trainer.set_ref(MODEL, "prod", number)
     with (
         EngineClient(service.address) as engine,
-        closing(
-            EngineReporter(
-                engine, MODEL, kind="vllm", address="http://node7:8000", ref="live", version=number
-            )
-        ),
+        closing(EngineReporter(engine, MODEL, kind="vllm", address="http://node7:8000", ref="live", version=number)),
     ):
         eventually(lambda: engine.engines(MODEL))
         result = top("--once", "--server", service.address)
@@ -68,16 +66,13 @@ def test_once_shows_versions_models_and_engines(service: RunningService, source:
         assert [each["version"] for each in said["engines"]] == [number]
 
 
-def test_a_push_shows_what_has_come_of_each_rank_and_who_is_missing(
-    service: RunningService, source: TinyModel
-) -> None:
+def test_a_push_shows_what_has_come_of_each_rank_and_who_is_missing(service: RunningService, source: TinyModel) -> None:
     with RawClient(service.address) as raw:
         number = raw.open(MODEL, ranks=2)
         layouts = [rows_layout(source.arrays, rank, 2) for rank in (0, 1)]
         with ThreadPoolExecutor(2) as pool:  # the answer comes when both have declared
             declared = [
-                pool.submit(raw.declare, MODEL, number, layout, rank=rank)
-                for rank, layout in enumerate(layouts)
+                pool.submit(raw.declare, MODEL, number, layout, rank=rank) for rank, layout in enumerate(layouts)
             ]
             assigned = [each.result() for each in declared]
         streams = [stream_of(source.arrays, layouts[rank], assigned[rank]) for rank in (0, 1)]
@@ -85,9 +80,7 @@ def test_a_push_shows_what_has_come_of_each_rank_and_who_is_missing(
         said = json.loads(top("--server", service.address, "--every", "0.2", "--json").stdout)
         (push,) = said["pushes"]
         assert push["version"]["number"] == number
-        assert [
-            (each["progress"]["received_bytes"], each["progress"]["total_bytes"]) for each in push["ranks"]
-        ] == [
+        assert [(each["progress"]["received_bytes"], each["progress"]["total_bytes"]) for each in push["ranks"]] == [
             (15_000, len(streams[0])),
             (0, len(streams[1])),
         ]

@@ -58,9 +58,7 @@ def listen_on_loop(address: str, refs: list[tuple[str, str]], ended: threading.E
             await asyncio.to_thread(ended.wait)
             task.cancel()
             await asyncio.wait([task])
-        own = [
-            task for task in asyncio.all_tasks() if "remind" in getattr(task.get_coro(), "__qualname__", "")
-        ]
+        own = [task for task in asyncio.all_tasks() if "remind" in getattr(task.get_coro(), "__qualname__", "")]
         assert own == []
 
     asyncio.run(listening())

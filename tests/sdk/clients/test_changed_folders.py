@@ -63,7 +63,5 @@ def test_a_file_that_changes_while_it_is_pushed_makes_an_error_that_says_so(
 
     with TrainerClient(service.address, lane=lane) as trainer:
         monkeypatch.setattr(OpenFile, "read_into", changing)
-        with pytest.raises(
-            (FailedPrecondition, VersionFailed), match=r"model\.safetensors changed while it was read"
-        ):
+        with pytest.raises((FailedPrecondition, VersionFailed), match=r"model\.safetensors changed while it was read"):
             trainer.push_folder(model, folder, step=1).wait(timeout=20)

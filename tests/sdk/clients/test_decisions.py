@@ -44,9 +44,7 @@ def no_room(retry_after: float | None) -> ResourceExhausted:
 
 
 @given(JITTERS, st.floats(0, 100), st.floats(0, 1e6))
-def test_pauses_grow_within_bounds_and_end_in_time(
-    jitters: list[float], seconds: float, start: float
-) -> None:
+def test_pauses_grow_within_bounds_and_end_in_time(jitters: list[float], seconds: float, start: float) -> None:
     backoff, now = Backoff(seconds), start
     for number, jitter in enumerate(jitters):
         retry = backoff.after_failure(now, jitter)

@@ -58,9 +58,7 @@ def test_calls_go_to_the_first_replica_that_can_be_reached_without_a_pause(
         assert engine.refs(MODEL)["latest"] == 1
 
 
-def test_a_pull_goes_on_at_another_replica_where_it_broke(
-    replicas: list[KillableService], source: TinyModel
-) -> None:
+def test_a_pull_goes_on_at_another_replica_where_it_broke(replicas: list[KillableService], source: TinyModel) -> None:
     with EngineClient(both(replicas), lane="grpc", connections=1) as engine:
         pull = iter(engine.pull(MODEL, 1))
         found = [next(pull)]
@@ -82,9 +80,7 @@ def test_pushes_after_the_end_of_a_replica_go_to_another_one(
         assert_equal(engine, MODEL, 3, source.arrays)
 
 
-def test_a_watch_hears_of_versions_from_another_replica(
-    replicas: list[KillableService], source: TinyModel
-) -> None:
+def test_a_watch_hears_of_versions_from_another_replica(replicas: list[KillableService], source: TinyModel) -> None:
     with EngineClient(both(replicas)) as engine, TrainerClient(replicas[1].address) as trainer:
         watch = engine.watch(MODEL, "latest")
         assert next(watch).number == 1
@@ -93,9 +89,7 @@ def test_a_watch_hears_of_versions_from_another_replica(
         assert next(watch).number == 2
 
 
-def test_the_asyncio_client_goes_on_with_another_replica(
-    replicas: list[KillableService], source: TinyModel
-) -> None:
+def test_the_asyncio_client_goes_on_with_another_replica(replicas: list[KillableService], source: TinyModel) -> None:
     async def calls() -> dict[str, bytes]:
         async with AsyncEngineClient(both(replicas), lane="grpc") as engine:
             assert (await engine.version(MODEL)).number == 1

@@ -1,4 +1,6 @@
-"""Is a folder in another dtype than its model's pushed as torch casts it, over both lanes, and refused where that is not wanted?"""
+"""Is a folder in another dtype than its model's pushed as torch casts it, over both lanes, and refused where that is
+not wanted?
+"""
 
 from __future__ import annotations
 

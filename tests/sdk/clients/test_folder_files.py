@@ -88,9 +88,7 @@ def test_a_version_is_the_folder_that_was_pushed_with_its_config_and_chat_templa
     assert trainer.model_files(name, 3) == trainer.model_files(name, 2)
 
 
-def test_a_config_of_other_heads_is_refused_and_no_version_is_opened(
-    trainer: TrainerClient, tmp_path: Path
-) -> None:
+def test_a_config_of_other_heads_is_refused_and_no_version_is_opened(trainer: TrainerClient, tmp_path: Path) -> None:
     name = "tests/heads"
     trainer.import_folder(name, _folder(tmp_path / "hf")).wait(timeout=60)
     other = _folder(tmp_path / "other", num_attention_heads=4, num_key_value_heads=2, head_dim=16)

@@ -1,4 +1,6 @@
-"""Do pushes hold their rank no longer than they may, do ranks agree on each, and does a loop that wants to go on go on?"""
+"""Do pushes hold their rank no longer than they may, do ranks agree on each, and does a loop that wants to go on go
+on?
+"""
 
 from __future__ import annotations
 

@@ -176,8 +176,6 @@ def test_layouts_that_were_not_asked_for_lately_make_room() -> None:
     assert [name for name in "abcd" if layouts.find(name)] == ["a", "c", "d"]
     layouts.keep("a", "again", _layout(2))
     assert [name for name in "abcd" if layouts.find(name)] == ["a", "c", "d"]
-    many = Layout.stream(
-        [TensorSpec("w", parse("fp32"), (4,))], [Shard("w", Box((i,), (1,))) for i in range(4)]
-    )
+    many = Layout.stream([TensorSpec("w", parse("fp32"), (4,))], [Shard("w", Box((i,), (1,))) for i in range(4)])
     layouts.keep("many", "many", many)
     assert [name for name in ("a", "many") if layouts.find(name)] == ["a"]

@@ -62,6 +62,4 @@ def test_ranks_begin_with_different_replicas_and_name_the_claim_to_others_than_t
             assert (header.model, header.number, header.rank) == ("a/b", 1, rank)
             assert (header.client_id, header.claim) == (("", "agreed") if route.address else ("me", ""))
     assert sorted(firsts) == sorted(spans)
-    assert routes_of(declared, 0)[1].within([(0, 20), (35, 50)]) == Route(
-        "b:1", "agreed", [(10, 20), (35, 40)]
-    )
+    assert routes_of(declared, 0)[1].within([(0, 20), (35, 50)]) == Route("b:1", "agreed", [(10, 20), (35, 40)])

@@ -77,9 +77,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMod
 
 
 @pytest.fixture(scope="module")
-def service(
-    tmp_path_factory: pytest.TempPathFactory, large: tuple[Path, PreTrainedModel]
-) -> Iterator[RunningService]:
+def service(tmp_path_factory: pytest.TempPathFactory, large: tuple[Path, PreTrainedModel]) -> Iterator[RunningService]:
     with running_service(tmp_path_factory.mktemp("store")) as running:
         TrainerClient(running.address).register_model(MODEL, large[0])
         yield running

@@ -179,7 +179,8 @@ def test_why_it_cannot_be_reached_is_said_in_a_few_words() -> None:
 
 
 def test_a_watch_connects_while_it_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    # a connection makes no progress while no thread polls its channel: a refused one would only be noticed at its time limit of 5 s
+    # a connection makes no progress while no thread polls its channel: a refused one would only be noticed at its time
+    # limit of 5 s
     paused: list[float] = []
 
     def connect_within(_channel: object, seconds: float) -> None:

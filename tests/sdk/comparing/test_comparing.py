@@ -84,9 +84,7 @@ def test_layers_are_sums_of_their_tensors_in_the_order_of_their_numbers(
     assert (ten.tensors, ten.found.elements, ten.found.changed) == (2, 65, 1)
     assert ten.found.step == 0, "the step of an integer is none of a weight"
     assert found.total.changed == sum(int((before[n] != after[n]).sum()) for n in before)
-    expected = (
-        before["model.layers.2.mlp.up.weight"].double() - after["model.layers.2.mlp.up.weight"].double()
-    )
+    expected = before["model.layers.2.mlp.up.weight"].double() - after["model.layers.2.mlp.up.weight"].double()
     assert found.total.step == float(expected.abs().max())
     assert [each.spec.name for each in found.most_changed(2)] == [
         "model.layers.10.mlp.codes", "model.embed.weight",
@@ -132,8 +130,7 @@ def test_tensors_with_equal_digests_are_not_read(
     left, right, before, after = changed
     same = {name for name in before if torch.equal(before[name], after[name])}
     left, right = (
-        Digested(side, {n: n if n in same else f"{n} of {side.title}" for n in before})
-        for side in (left, right)
+        Digested(side, {n: n if n in same else f"{n} of {side.title}" for n in before}) for side in (left, right)
     )
     plain, found = compare(left.folder, right.folder), compare(left, right)
     assert set(left.read_of) == set(right.read_of) == before.keys() - same

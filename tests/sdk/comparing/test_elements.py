@@ -1,4 +1,6 @@
-"""Are the changed elements of two tensors found, with the size of each change? Compared with torch and Python's integers."""
+"""Are the changed elements of two tensors found, with the size of each change? Compared with torch and Python's
+integers.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,7 @@ def test_integers_differ_by_integers(dtype: DType, data: st.DataObject) -> None:
     number = st.integers(-(1 << bits - 1), (1 << bits - 1) - 1) if signed else st.integers(0, (1 << bits) - 1)
     pairs = data.draw(st.lists(st.tuples(number, number) | number.map(lambda each: (each, each)), min_size=1))
     before, after = (
-        b"".join(pair[side].to_bytes(dtype.itemsize, "little", signed=signed) for pair in pairs)
-        for side in (0, 1)
+        b"".join(pair[side].to_bytes(dtype.itemsize, "little", signed=signed) for pair in pairs) for side in (0, 1)
     )
     found = of_bytes(dtype, before, after)
     assert found.changed == sum(a != b for a, b in pairs)
@@ -84,9 +85,7 @@ def test_complex_numbers_differ_by_the_length_of_their_difference() -> None:
     assert found == Difference(3, 2, nonfinite=1, step=5.0)
 
 
-@pytest.mark.parametrize(
-    "dtype", [parse(each) for each in ("bf16", "fp16", "fp32", "fp64", "fp8_e5m2")], **NAMED
-)
+@pytest.mark.parametrize("dtype", [parse(each) for each in ("bf16", "fp16", "fp32", "fp64", "fp8_e5m2")], **NAMED)
 def test_a_nan_that_stays_has_not_changed_and_one_that_comes_or_goes_has_no_step(dtype: DType) -> None:
     nan, inf = math.nan, math.inf
     assert of_values(dtype, [nan, inf, 1], [nan, inf, 1]) == Difference(3)

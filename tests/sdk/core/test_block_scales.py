@@ -16,9 +16,7 @@ sides = st.tuples(st.integers(1, 40), st.integers(1, 40))
 
 
 @given(sides, sides)
-def test_there_is_one_scale_for_each_block_that_has_weights(
-    shape: tuple[int, int], block: tuple[int, int]
-) -> None:
+def test_there_is_one_scale_for_each_block_that_has_weights(shape: tuple[int, int], block: tuple[int, int]) -> None:
     rows, columns = np.indices(shape)
     blocks = {*zip((rows // block[0]).flat, (columns // block[1]).flat, strict=True)}
     height, width = scale_shape(shape, block)
@@ -38,9 +36,7 @@ def test_a_config_says_whether_weights_have_scales_and_for_which_blocks() -> Non
     assert block_of({"quantization_config": {"weight_block_size": [64, 32]}}) == (64, 32)
 
 
-@pytest.mark.parametrize(
-    "size", [[64], [64, 64, 64], [0, 1], [-1, 1], [1.5, 1], [True, 1], "64", {"rows": 64}]
-)
+@pytest.mark.parametrize("size", [[64], [64, 64, 64], [0, 1], [-1, 1], [1.5, 1], [True, 1], "64", {"rows": 64}])
 def test_a_size_that_no_block_has_is_refused(size: Any) -> None:
     with pytest.raises(InvalidArgument, match="weight_block_size"):
         block_of({"quantization_config": {"weight_block_size": size}})

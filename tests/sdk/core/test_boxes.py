@@ -40,9 +40,7 @@ def test_what_is_left_after_subtraction_is_disjoint_and_exact(box: Box, others: 
     expected = mask(box)
     for other in others:
         expected &= ~mask(other)
-    assert np.array_equal(
-        sum((mask(b).astype(int) for b in left), np.zeros(SHAPE, int)), expected.astype(int)
-    )
+    assert np.array_equal(sum((mask(b).astype(int) for b in left), np.zeros(SHAPE, int)), expected.astype(int))
 
 
 @given(st.lists(boxes(), max_size=6))
@@ -133,9 +131,7 @@ def test_gaps_are_what_subtraction_leaves(box: Box, others: list[Box]) -> None:
     expected = mask(box)
     for other in disjoint:
         expected &= ~mask(other)
-    assert np.array_equal(
-        sum((mask(b).astype(int) for b in found), np.zeros(SHAPE, int)), expected.astype(int)
-    )
+    assert np.array_equal(sum((mask(b).astype(int) for b in found), np.zeros(SHAPE, int)), expected.astype(int))
 
 
 @pytest.mark.parametrize("several", [windmill(30), [*spiral(60, 100)]], ids=["windmill", "spiral"])
@@ -147,7 +143,10 @@ def test_gaps_between_interlocked_boxes_are_found(several: list[Box]) -> None:
 
 
 def test_the_first_of_a_million_gaps_are_found_at_once() -> None:
-    """Among 50,000 boxes on a diagonal. An earlier version made all gaps first and compared each with all others: an hour."""
+    """Among 50,000 boxes on a diagonal.
+
+    An earlier version made all gaps first and compared each with all others: an hour.
+    """
     diagonal = [Box((n, n), (1, 1)) for n in range(50_000)]
     whole = Box((0, 0), (1 << 20, 1 << 20))
     found: list[Box] = []
@@ -159,9 +158,7 @@ def test_the_first_of_a_million_gaps_are_found_at_once() -> None:
 def test_a_range_of_a_row_major_array_is_few_boxes_in_order(start: int, stop: int) -> None:
     order = np.arange(60).reshape(SHAPE)
     found = row_major_boxes(SHAPE, start, stop)
-    elements = [
-        order[tuple(slice(o, e) for o, e in zip(b.offset, b.end, strict=True))].ravel() for b in found
-    ]
+    elements = [order[tuple(slice(o, e) for o, e in zip(b.offset, b.end, strict=True))].ravel() for b in found]
     assert np.array_equal(np.concatenate([*elements, []]), np.arange(start, max(start, stop)))
     assert len(found) <= 2 * len(SHAPE) - 1
 

@@ -138,9 +138,7 @@ def test_several_comparisons_must_all_be_true() -> None:
     assert all_hold([], {})
 
 
-@pytest.mark.parametrize(
-    "text", ["", "reward", ">=1", "a b=1", "reward~1", "=", "k" * 65 + "=1", "x" * 5000 + "=1"]
-)
+@pytest.mark.parametrize("text", ["", "reward", ">=1", "a b=1", "reward~1", "=", "k" * 65 + "=1", "x" * 5000 + "=1"])
 def test_what_compares_nothing_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="compares nothing"):
         Condition.parse(text)

@@ -19,9 +19,7 @@ def positions(ranges: object) -> list[int]:
 
 
 @given(st.lists(a_range, max_size=12), a_range)
-def test_it_holds_what_was_added_and_nothing_else(
-    added: list[tuple[int, int]], asked: tuple[int, int]
-) -> None:
+def test_it_holds_what_was_added_and_nothing_else(added: list[tuple[int, int]], asked: tuple[int, int]) -> None:
     held, expected = RangeSet(added), set(positions(added))
     assert positions(held) == sorted(expected)
     assert held.size == len(expected)

@@ -35,9 +35,7 @@ def test_training_states_are_known_by_the_name_of_their_part_and_by_no_ref() -> 
         assert not is_training(name)
 
 
-@pytest.mark.parametrize(
-    "named", [("acme/smol@17", 18), ("acme/smol@latest", 17), ("a/b@1@2", None), ("a/b@", None)]
-)
+@pytest.mark.parametrize("named", [("acme/smol@17", 18), ("acme/smol@latest", 17), ("a/b@1@2", None), ("a/b@", None)])
 def test_two_versions_in_one_call_are_refused(named: tuple[str, int | None]) -> None:
     with pytest.raises(InvalidArgument):
         Reference.of(*named)

@@ -1,4 +1,6 @@
-"""Do the parts of a step add up, and moments lie where they were, also for an engine that begins before a version is ready?"""
+"""Do the parts of a step add up, and moments lie where they were, also for an engine that begins before a version is
+ready?
+"""
 
 from __future__ import annotations
 

@@ -12,9 +12,7 @@ place = st.integers(0, 20 * STRIPE_BYTES)
 
 
 @given(st.integers(1, MOST_CALLS), place, place)
-def test_every_byte_is_brought_once_and_by_the_call_of_its_stripe(
-    count: int, begin: int, length: int
-) -> None:
+def test_every_byte_is_brought_once_and_by_the_call_of_its_stripe(count: int, begin: int, length: int) -> None:
     end = begin + length
     messages = []
     for index in range(count):

@@ -1,4 +1,6 @@
-"""Does a call that waits for an engine end when the engine takes no connections any more? A vLLM that shuts down waits for such calls."""
+"""Does a call that waits for an engine end when the engine takes no connections any more? A vLLM that shuts down waits
+for such calls.
+"""
 
 from __future__ import annotations
 

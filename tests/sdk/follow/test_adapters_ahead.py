@@ -1,4 +1,6 @@
-"""Are the chosen adapters loaded into an engine before a request names them, each on the base version that it names, and left to the engine then?"""
+"""Are the chosen adapters loaded into an engine before a request names them, each on the base version that it names,
+and left to the engine then?
+"""
 
 from __future__ import annotations
 
@@ -149,9 +151,7 @@ def test_what_an_engine_has_unloaded_between_two_looks_is_loaded_again(client: E
         assert engine.asked == [f"{BOB}@1"] * 3
 
 
-def test_an_engine_that_sleeps_is_asked_for_nothing_until_it_is_awake(
-    service: Service, client: EngineClient
-) -> None:
+def test_an_engine_that_sleeps_is_asked_for_nothing_until_it_is_awake(service: Service, client: EngineClient) -> None:
     engine = Engine(3, awake=False)
     with closing(LoadsAhead(client, BASE, engine, [Chosen(BOB)], lambda _: None, every=0.01)):
         engine.wait_looked()

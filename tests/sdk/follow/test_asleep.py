@@ -41,9 +41,7 @@ def test_a_version_that_waits_is_said_and_then_that_the_wake_up_has_brought_it()
     first, _ = followed(engine, said)
     assert (first.waits, first.serves, first.error, first.parts) == (True, 1, "", {})
     assert _line(first).endswith("prepared in 0 ms; the engine loads it when it wakes up")
-    states = [
-        (each["state"], each.get("version"), each["target"]) for each in said.changes if "state" in each
-    ]
+    states = [(each["state"], each.get("version"), each["target"]) for each in said.changes if "state" in each]
     assert states[1:3] == [("waiting", 1, 2), ("serving", 2, 0)]  # the service keeps both meanwhile
     assert "failing" not in [state for state, *_ in states]
     assert [each for each in engine.asked if "prepare" in each] == ["prepare 2"]
@@ -93,9 +91,7 @@ def test_engines_that_sleep_give_up_what_another_one_cannot_take() -> None:
 
 
 @pytest.mark.parametrize(("given", "told"), [(None, "wait"), ("wait", "wait"), ("refuse", "refuse")])
-def test_the_command_tells_the_engine_what_becomes_of_versions_while_it_sleeps(
-    given: str | None, told: str
-) -> None:
+def test_the_command_tells_the_engine_what_becomes_of_versions_while_it_sleeps(given: str | None, told: str) -> None:
     said: list[dict[str, Any]] = []
 
     def answer(_path: str, body: dict[str, Any]) -> tuple[int, Any]:

@@ -1,4 +1,6 @@
-"""Does an agent take an engine to the versions that two refs name, the policy's and its drafter's, in one update or in none?"""
+"""Does an agent take an engine to the versions that two refs name, the policy's and its drafter's, in one update or in
+none?
+"""
 
 from __future__ import annotations
 
@@ -64,9 +66,7 @@ class Drafted(Recording):
         self._serving = Serving(version, model=MODEL, draft=self.draft or self._serving.draft)
 
 
-def followed(
-    engine: Any, *news: tuple[str, int], said: Said | None = None, **settings: Any
-) -> list[Followed]:
+def followed(engine: Any, *news: tuple[str, int], said: Said | None = None, **settings: Any) -> list[Followed]:
     follower = Follower(
         cast("Any", Refs(*news)),
         MODEL,
@@ -153,9 +153,7 @@ def test_workers_of_vllm_get_both_versions() -> None:
         engine.draft = f"{DRAFTER}@6"
         with pytest.raises(FailedPrecondition, match="not all ranks serve"):
             engine.apply(2, f"{MODEL}@2")
-    orders = [
-        body["args"] for _, body in said if body and body.get("method", "").endswith(("prepare", "apply"))
-    ]
+    orders = [body["args"] for _, body in said if body and body.get("method", "").endswith(("prepare", "apply"))]
     assert orders == [["2", f"{DRAFTER}@5"], ["2", f"{DRAFTER}@5"], ["2", f"{DRAFTER}@6"]]
     assert [body for path, body in said if path == "/update_weight_version"] == [{"new_version": both}]
 

@@ -21,9 +21,7 @@ def ranks(*statuses: Status) -> dict[str, Status]:
     return {f"rank {rank}": status for rank, status in enumerate(statuses)}
 
 
-def waited(
-    *states: dict[str, Status], told: dict[str, Status] | None = None, timeout: float = 10
-) -> Prepared:
+def waited(*states: dict[str, Status], told: dict[str, Status] | None = None, timeout: float = 10) -> Prepared:
     """Result of waiting for version 2 when the ranks answer one of these after the other."""
     answers = iter(states)
     return wait_prepared(told or states[0], lambda: next(answers), MODEL, 2, timeout)

@@ -1,4 +1,6 @@
-"""Are golden prompts kept with the version that they are of, asked of engines that get it, and is an engine that drifts from them known?"""
+"""Are golden prompts kept with the version that they are of, asked of engines that get it, and is an engine that drifts
+from them known?
+"""
 
 from __future__ import annotations
 
@@ -317,9 +319,7 @@ def test_an_engine_above_the_bound_is_failing_names_the_prompts_and_is_brought_t
         updates = follow(place, driver, GoldenChecks(), reporter)
         done = next(updates)
         assert done.golden == ABOVE
-        assert done.error.startswith(
-            f"golden prompts of version {number} are above the bound of 0.0001: prompt 0 ("
-        )
+        assert done.error.startswith(f"golden prompts of version {number} are above the bound of 0.0001: prompt 0 (")
         eventually(lambda: place.client.engines(MODEL)[0].state == "failing")
         assert place.client.engines(MODEL)[0].error == done.error
         engine.model = place.models[1]
@@ -433,9 +433,7 @@ def test_a_candidate_reaches_live_by_a_canary_alone_that_keeps_the_bound(place: 
         assert version.held == ("candidate",)
 
 
-def test_without_a_bound_or_with_elements_that_are_not_finite_nothing_is_approved(
-    place: Place, tmp_path: Path
-) -> None:
+def test_without_a_bound_or_with_elements_that_are_not_finite_nothing_is_approved(place: Place, tmp_path: Path) -> None:
     first = place.push(1, golden=golden(place.models[1]), candidate=True)
     broken = tiny_model(CONFIG, 1)
     with torch.no_grad():
@@ -562,9 +560,7 @@ def test_texts_become_prompts_by_the_versions_own_tokenizer(place: Place, tmp_pa
     assert [each["tokens"] for each in said["prompts"]] == [[5, 17, 99], [1, 2]]
 
 
-def test_without_transformers_the_command_says_what_to_install(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_transformers_the_command_says_what_to_install(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.push(1)
     monkeypatch.setitem(sys.modules, "transformers", None)
     said = command(place, "golden", MODEL, "--make", "1", code=1)

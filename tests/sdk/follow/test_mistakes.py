@@ -79,9 +79,7 @@ def test_an_engine_of_another_model_is_left_alone_unless_it_is_meant(tmp_path: P
 def test_an_engine_of_the_other_kind_is_named_as_the_likely_mistake(kind: str) -> None:
     with json_server(lambda *_: (404, {"detail": "Not Found"})) as url:
         engine: Engine = (
-            SglangServer(url, "127.0.0.1:1", MODEL)
-            if kind == "sglang"
-            else VllmServer(url, MODEL, "127.0.0.1:1")
+            SglangServer(url, "127.0.0.1:1", MODEL) if kind == "sglang" else VllmServer(url, MODEL, "127.0.0.1:1")
         )
         with pytest.raises(WeighbridgeError) as caught:
             engine.connect()

@@ -35,9 +35,7 @@ def vllm(has_labels: bool, labels: list[str]) -> Iterator[str]:
         yield url
 
 
-@pytest.mark.parametrize(
-    ("has_labels", "expected"), [(False, ["default"]), (True, ["default", "acme/tiny@2"])]
-)
+@pytest.mark.parametrize(("has_labels", "expected"), [(False, ["default"]), (True, ["default", "acme/tiny@2"])])
 def test_a_label_is_put_on_weights_where_the_release_has_one(has_labels: bool, expected: list[str]) -> None:
     labels = ["default"]
     with vllm(has_labels, labels) as url:

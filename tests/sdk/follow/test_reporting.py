@@ -1,4 +1,6 @@
-"""Does an agent report to the service what its engine serves, updates to and failed to update to, and label the engine from the start?"""
+"""Does an agent report to the service what its engine serves, updates to and failed to update to, and label the engine
+from the start?
+"""
 
 from __future__ import annotations
 
@@ -195,9 +197,7 @@ def test_a_status_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path)
 
 def test_a_line_says_how_far_behind_an_engine_is_that_failed() -> None:
     failed = Followed(MODEL, 18, 16, error="made up", behind=2)
-    assert (
-        _line(failed) == f"{MODEL}@18: failed, and the engine serves version 16, 2 versions behind: made up"
-    )
+    assert _line(failed) == f"{MODEL}@18: failed, and the engine serves version 16, 2 versions behind: made up"
 
 
 def test_a_service_that_takes_reports_and_answers_none_delays_no_update(client: EngineClient) -> None:
@@ -220,9 +220,7 @@ def test_a_service_that_takes_reports_and_answers_none_delays_no_update(client: 
         (f"{MODEL}:training", "http://127.0.0.1:8000", f"follow {MODEL}"),
     ],
 )
-def test_what_no_engine_can_follow_is_refused_before_anything_is_asked(
-    model: str, url: str, said: str
-) -> None:
+def test_what_no_engine_can_follow_is_refused_before_anything_is_asked(model: str, url: str, said: str) -> None:
     done = CliRunner().invoke(commands, ["follow", model, "--url", url, "--server", "127.0.0.1:1"])
     assert done.exit_code == 2
     assert said in done.output

@@ -1,4 +1,5 @@
-"""Do all engines behind one vLLM server serve one version, whatever fails in one of them, and is a server refused of which some are not heard?
+"""Do all engines behind one vLLM server serve one version, whatever fails in one of them, and is a server refused of
+which some are not heard?
 
 The plug-in's part in the API server is the real one; `tests.engines.test_vllm_engines` runs all of it in vLLM.
 """
@@ -39,9 +40,7 @@ def take_to(engine: Engine, number: int) -> Followed:
 
 
 @pytest.mark.parametrize(("count", "workers"), [(1, 1), (1, 2), (2, 1), (3, 2)])
-def test_all_engines_have_the_bytes_before_they_are_paused_and_all_take_the_version(
-    count: int, workers: int
-) -> None:
+def test_all_engines_have_the_bytes_before_they_are_paused_and_all_take_the_version(count: int, workers: int) -> None:
     server = FakeVllm(engines(count, workers))
     with driver(server) as engine:
         done = take_to(engine, 2)
@@ -219,9 +218,7 @@ def test_vllms_own_update_reaches_no_engine_if_one_cannot_get_the_bytes() -> Non
 def test_vllms_own_update_is_taken_back_if_one_engine_fails_late_and_that_one_is_not_asked_again() -> None:
     server = FakeVllm(engines(2))
     server.engines[1].fails = {"apply"}
-    with pytest.raises(
-        FailedPrecondition, match=r"(?s)engine 0: it has undone version 2.*engine 1: apply of"
-    ):
+    with pytest.raises(FailedPrecondition, match=r"(?s)engine 0: it has undone version 2.*engine 1: apply of"):
         asyncio.run(server.rpc("update_weights", **UPDATE))
     assert server.served == [1, 1]
     assert [each.asked[-1] for each in server.engines] == ["undo 2", "apply 2"]

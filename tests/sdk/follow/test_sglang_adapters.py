@@ -1,4 +1,6 @@
-"""Does SGLang get an adapter by its version, on the base version that it names, and is what it cannot serve refused before anything is loaded?"""
+"""Does SGLang get an adapter by its version, on the base version that it names, and is what it cannot serve refused
+before anything is loaded?
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,7 @@ SERVED: dict[str, Any] = {
     "modules_to_save": None,
 }
 LAYER = "base_model.model.model.layers.0"
-TENSORS = [
-    f"{LAYER}.{module}.lora_A.weight" for module in ("mlp.down_proj", "self_attn.q_proj", "self_attn.v_proj")
-]
+TENSORS = [f"{LAYER}.{module}.lora_A.weight" for module in ("mlp.down_proj", "self_attn.q_proj", "self_attn.v_proj")]
 GATED = ["model.layers.0.mlp.gate_proj.weight"]
 
 
@@ -146,9 +146,7 @@ def test_an_adapter_on_another_base_version_is_refused_and_both_are_named(
 ) -> None:
     server = driver(engine, service)
     engine.serve(f"{BASE}@3")
-    with pytest.raises(
-        FailedPrecondition, match=f"{ALICE}@1 is on {BASE}@2, and this engine serves {BASE}@3"
-    ):
+    with pytest.raises(FailedPrecondition, match=f"{ALICE}@1 is on {BASE}@2, and this engine serves {BASE}@3"):
         server.load_adapter(client, ALICE, 1)
     engine.serve("")
     with pytest.raises(FailedPrecondition, match="serves no known version"):

@@ -1,4 +1,6 @@
-"""Does an agent that requires signatures fetch nothing of an unsigned version, give the reason, and apply it once it is signed?"""
+"""Does an agent that requires signatures fetch nothing of an unsigned version, give the reason, and apply it once it is
+signed?
+"""
 
 from __future__ import annotations
 
@@ -117,9 +119,7 @@ def test_what_a_store_was_given_behind_the_service_does_not_count(
     engine = Recording(Serving(None))
     refused = next(follow(client, engine, Trusted.of_file(keys.public)))
     assert refused.version == 2
-    assert (
-        f"it is about {MODEL}@1" if of_other == "version" else "not a signature of a version"
-    ) in refused.error
+    assert (f"it is about {MODEL}@1" if of_other == "version" else "not a signature of a version") in refused.error
     assert staged(engine) == []
 
 
@@ -132,10 +132,7 @@ def test_a_signed_manifest_that_was_replaced_is_refused(
     path = Path(running.service.config.store) / f"models/{MODEL}/versions/{1:012d}/weighbridge.json"
     path.write_bytes(text.replace(b'"step":1', b'"step":9'))
     engine = Recording(Serving(None))
-    assert (
-        "it has a different weighbridge.json"
-        in next(follow(client, engine, Trusted.of_file(keys.public))).error
-    )
+    assert "it has a different weighbridge.json" in next(follow(client, engine, Trusted.of_file(keys.public))).error
     path.write_bytes(text.replace(b'"version":1', b'"version":2'))
     engine = Recording(Serving(None))
     refused = next(follow(client, engine, Trusted.of_file(keys.public)))
@@ -143,9 +140,7 @@ def test_a_signed_manifest_that_was_replaced_is_refused(
     assert staged(engine) == []
 
 
-def test_an_engine_that_has_an_unsigned_version_keeps_it_and_is_told_of(
-    client: EngineClient, tmp_path: Path
-) -> None:
+def test_an_engine_that_has_an_unsigned_version_keeps_it_and_is_told_of(client: EngineClient, tmp_path: Path) -> None:
     engine = Recording(Serving(1, model=MODEL))
     found = next(follow(client, engine, Trusted.of_file(new_key(tmp_path).public)))
     assert (found.version, found.serves) == (1, 1)

@@ -28,17 +28,13 @@ def test_an_update_that_leaves_a_drafter_behind_is_reported_with_that_and_is_no_
     class Stale(Restarted):
         def serving(self) -> Serving:
             found = super().serving()
-            return Serving(
-                found.version, found.broken, found.model, found.instances, found.waiting, stale=STALE
-            )
+            return Serving(found.version, found.broken, found.model, found.instances, found.waiting, stale=STALE)
 
     said = Said()
     first, *_ = followed(Stale(Serving(2, model=MODEL, instances=("b",))), said)
     assert (first.serves, first.error, first.stale) == (2, "", STALE)
     assert _line(first).endswith(STALE)
-    [served] = [
-        each for each in said.changes if each.get("state") == "serving" and each.get("update_version") == 2
-    ]
+    [served] = [each for each in said.changes if each.get("state") == "serving" and each.get("update_version") == 2]
     assert served["error"] == STALE
 
 

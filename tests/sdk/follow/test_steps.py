@@ -1,4 +1,6 @@
-"""Do the parts of a step that an agent measures add up to the whole, in its report, on the page, in metrics and in the trace?"""
+"""Do the parts of a step that an agent measures add up to the whole, in its report, on the page, in metrics and in the
+trace?
+"""
 
 from __future__ import annotations
 
@@ -217,9 +219,7 @@ def test_several_engines_are_staged_when_the_slowest_is_and_stand_still_from_pau
     monkeypatch.setattr(first, "prepare", lambda number: (prepare(), Prepared(1, 0.25))[1])
     monkeypatch.setattr(engines[1], "prepare", lambda _number: Prepared(1, 0.2))
     done = update({"a": first, "b": engines[1]}, 7, "seven")
-    assert done.parts == pytest.approx(
-        {"stage": 0.25, "agree": 0.1, "pause": 0.02, "apply": 0.03, "resume": 0.01}
-    )
+    assert done.parts == pytest.approx({"stage": 0.25, "agree": 0.1, "pause": 0.02, "apply": 0.03, "resume": 0.01})
     assert (done.prepare_seconds, done.pause_seconds) == pytest.approx((0.35, 0.06))
 
 

@@ -1,4 +1,6 @@
-"""Is an engine asked for one token with the new weights if the user wants it, and is the time to its answer measured?"""
+"""Is an engine asked for one token with the new weights if the user wants it, and is the time to its answer
+measured?
+"""
 
 from __future__ import annotations
 
@@ -85,9 +87,7 @@ def test_an_answer_without_a_token_is_none(kind: str, said: dict[str, Any]) -> N
         ("sglang", "/weights_checker", {"success": True, "message": json.dumps({"ranks": [], "asleep": ["weights"]})}),
     ],
 )  # fmt: skip
-def test_an_engine_that_sleeps_or_is_paused_is_asked_for_no_token(
-    kind: str, route: str, said: dict[str, Any]
-) -> None:
+def test_an_engine_that_sleeps_or_is_paused_is_asked_for_no_token(kind: str, route: str, said: dict[str, Any]) -> None:
     asked: list[str] = []
 
     def answer(path: str, _: dict[str, Any]) -> Answer:
@@ -196,9 +196,7 @@ def test_an_engine_that_answers_no_token_has_taken_the_version_and_the_part_is_m
     assert "not returned a token with version 7: made up" in caplog.text
     last = noted.changes[-1]
     assert (last["state"], last["update_version"]) == ("serving", 7)
-    assert last["updated_s"] == 100.5, (
-        "the wait for an answer is no part of the update, nor of what lies before it"
-    )
+    assert last["updated_s"] == 100.5, "the wait for an answer is no part of the update, nor of what lies before it"
 
 
 def test_an_engine_that_has_not_taken_the_version_or_sleeps_is_asked_for_no_token(
@@ -241,9 +239,7 @@ def test_an_update_is_as_old_as_its_end_and_not_as_what_is_told_of_it() -> None:
     assert said.with_changes({"error": "x"}, 10.0, 4.0).updated_s == 0.0
 
 
-def test_the_command_asks_for_a_token_and_tells_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_asks_for_a_token_and_tells_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weighbridge._cli.following.end_tidily", lambda: None)
     engine = FakeSglang(1)
     asked: list[tuple[int, bool]] = []

@@ -95,9 +95,7 @@ def test_an_fp8_folder_is_kept_to_the_byte_with_its_scales(running: RunningServi
     assert config["quantization_config"]["quant_method"] == "fp8"
 
 
-def test_engine_ranks_get_the_scales_of_their_slices(
-    running: RunningService, folder: Path, tmp_path: Path
-) -> None:
+def test_engine_ranks_get_the_scales_of_their_slices(running: RunningService, folder: Path, tmp_path: Path) -> None:
     even = tmp_path / "even"  # 96 columns are three blocks for each of two ranks
     write_fp8(even, intermediate_size=96)
     expected = load_file(even / "model.safetensors")
@@ -166,9 +164,7 @@ def test_a_block_may_be_larger_than_the_matrix(folder: Path) -> None:
     scale = torch.full((1, 1), 0.25)
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1 << 40, 1 << 40]}}
     data = {"w": np.frombuffer(bytearray(save({name: weight, name + "_scale_inv": scale})), np.uint8)}
-    weights = Dequantized(
-        layout_of_files(data).layout, data, json.dumps(config).encode(), dtypes.parse("fp32")
-    )
+    weights = Dequantized(layout_of_files(data).layout, data, json.dumps(config).encode(), dtypes.parse("fp32"))
     found = bytes(weights.open_source([0], weights.layout).read(0, weights.layout.nbytes))
     assert torch.equal(
         torch.frombuffer(bytearray(found), dtype=torch.float32).reshape(weight.shape), weight.float() * 0.25

@@ -33,9 +33,7 @@ SHAPES = st.lists(st.integers(1, 6), max_size=1).flatmap(
 
 
 @given(shapes=st.lists(SHAPES, min_size=1, max_size=8), ranks=st.integers(1, 9))
-def test_shares_are_disjoint_and_complete_and_none_is_small(
-    shapes: list[tuple[int, ...]], ranks: int
-) -> None:
+def test_shares_are_disjoint_and_complete_and_none_is_small(shapes: list[tuple[int, ...]], ranks: int) -> None:
     specs = {f"t{i}": TensorSpec(f"t{i}", dtypes.parse("bf16"), shape) for i, shape in enumerate(shapes)}
     boxes: dict[str, list[Box]] = {name: [] for name in specs}
     for rank in range(ranks):
@@ -188,9 +186,7 @@ def test_a_tied_head_passes_where_the_embedding_is_on_another_rank_and_nothing_e
     def problems(**given: torch.Tensor) -> list[str]:
         stream = held_layout(model, given)
         weights = iter(given.items())
-        shards = GatheredShards(
-            weights, model, stream, rank=0, ranks=1, cast="allow", expected=stream.tensors
-        )
+        shards = GatheredShards(weights, model, stream, rank=0, ranks=1, cast="allow", expected=stream.tensors)
         try:
             passed = [index for part in shards.parts() for index in part.indexes]
         except LayoutError as error:

@@ -1,4 +1,6 @@
-"""Is a push of something other than a sharded state dict refused with the method to call, with and without Megatron-core?"""
+"""Is a push of something other than a sharded state dict refused with the method to call, with and without
+Megatron-core?
+"""
 
 from __future__ import annotations
 

@@ -27,9 +27,7 @@ MLP = "model.layers.0.mlp"
 def tensors(stem: str, gate: str, up: str, down: str) -> dict[str, Tensor]:
     """The experts of a layer as files have them; no two elements are equal."""
     shapes = {gate: (WIDTH, HIDDEN), up: (WIDTH, HIDDEN), down: (HIDDEN, WIDTH)}
-    names = [
-        (f"{stem}.{n}.{each}.weight", shape) for n in range(EXPERTS) for each, shape in shapes.items() if each
-    ]
+    names = [(f"{stem}.{n}.{each}.weight", shape) for n in range(EXPERTS) for each, shape in shapes.items() if each]
     numbers = itertools.count()
     return {
         name: torch.tensor([[next(numbers) for _ in range(shape[1])] for _ in range(shape[0])]).float()
@@ -38,13 +36,13 @@ def tensors(stem: str, gate: str, up: str, down: str) -> dict[str, Tensor]:
 
 
 def specs(files: dict[str, Tensor]) -> TensorForms:
-    return TensorForms(
-        {n: TensorSpec(n, dtypes.from_torch(t.dtype), tuple(t.shape)) for n, t in files.items()}
-    )
+    return TensorForms({n: TensorSpec(n, dtypes.from_torch(t.dtype), tuple(t.shape)) for n, t in files.items()})
 
 
 def stacked(files: dict[str, Tensor], *projections: str) -> Tensor:
-    """As transformers makes it: a list of each projection is stacked, and the stacks are concatenated along the rows."""
+    """As transformers makes it: a list of each projection is stacked, and the stacks are concatenated along the
+    rows.
+    """
     lists = [[t for name, t in files.items() if name.endswith(f".{each}.weight")] for each in projections]
     return torch.cat([torch.stack(each) for each in lists], dim=1)
 
@@ -73,9 +71,7 @@ def check(files: dict[str, Tensor], held: dict[str, Tensor]) -> None:
         (("backbone.layers.0.mixer.experts", "", "up_proj", "down_proj"), "model.layers.0.mixer.experts"),
     ],
 )
-def test_stacked_experts_are_views_of_each_file(
-    files: tuple[str, str, str, str], held: str, swapped: bool
-) -> None:
+def test_stacked_experts_are_views_of_each_file(files: tuple[str, str, str, str], held: str, swapped: bool) -> None:
     stem, gate, up, down = files
     of_files = tensors(stem, gate, up, down)
     first, second = stacked(of_files, *filter(None, (gate, up))), stacked(of_files, down)
@@ -109,9 +105,7 @@ def test_a_tensor_that_is_given_twice_or_does_not_fit_is_refused() -> None:
     stack = stacked(files, "gate_proj", "up_proj")
     with pytest.raises(LayoutError, match="is given twice"):
         torch_shards({**files, f"{MLP}.experts.gate_up_proj": stack}, specs(files))
-    with pytest.raises(
-        LayoutError, match=r"gate_up_proj is \[2, 8, 5\], and the model has .* F32\[3, 8, 5\]"
-    ):
+    with pytest.raises(LayoutError, match=r"gate_up_proj is \[2, 8, 5\], and the model has .* F32\[3, 8, 5\]"):
         torch_shards({f"{MLP}.experts.gate_up_proj": stack[:2]}, specs(files))
     with pytest.raises(LayoutError, match="casts are not allowed"):
         torch_shards({f"{MLP}.experts.gate_up_proj": stack.half()}, specs(files), cast="never")
@@ -234,9 +228,7 @@ def test_sparse_tensors_are_refused_by_name_at_every_door(kept: str) -> None:
     state = dict(files)
     state["model.head.weight"] = files["model.head.weight"].to_sparse(layout=getattr(torch, kept))
     state["more.weight"] = state["model.head.weight"]
-    told = (
-        rf"model.head.weight is of torch.{kept}, but versions contain dense tensors: pass tensor.to_dense\(\)"
-    )
+    told = rf"model.head.weight is of torch.{kept}, but versions contain dense tensors: pass tensor.to_dense\(\)"
     with pytest.raises(LayoutError, match=told):
         torch_shards(state, specs(files), whole=True)
     with pytest.raises(LayoutError, match=told):

@@ -1,4 +1,6 @@
-"""Are the weights of a model with merged adapters those that peft computes, and are models with other adapters refused?"""
+"""Are the weights of a model with merged adapters those that peft computes, and are models with other adapters
+refused?
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,7 @@ def merged_by_peft(model: Any) -> dict[str, Tensor]:
 
 
 def specs(state: dict[str, Tensor]) -> dict[str, TensorSpec]:
-    return {
-        name: TensorSpec(name, dtypes.parse("fp32"), tuple(tensor.shape)) for name, tensor in state.items()
-    }
+    return {name: TensorSpec(name, dtypes.parse("fp32"), tuple(tensor.shape)) for name, tensor in state.items()}
 
 
 def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -148,9 +148,7 @@ def test_adapters_that_cannot_be_merged_are_refused_by_peft_s_own_reason() -> No
 def test_an_adapter_of_a_tied_weight_is_refused_for_merged_it_would_be_two_weights() -> None:
     tied = tiny_model(tiny_config("llama", tied=True, num_hidden_layers=2, vocab_size=64), seed=1)
     model = peft.get_peft_model(tied, peft.LoraConfig(r=4, target_modules=["embed_tokens"]))
-    with pytest.raises(
-        LayoutError, match="1 layer has adapters and a weight that another layer shares"
-    ) as refused:
+    with pytest.raises(LayoutError, match="1 layer has adapters and a weight that another layer shares") as refused:
         list(merged_weights(model))
     assert refused.value.details == ("base_model.model.model.embed_tokens",)
 

@@ -1,4 +1,6 @@
-"""Are the parts of a stream that go by gRPC the bytes that the shards have there, whatever else is written to memory?"""
+"""Are the parts of a stream that go by gRPC the bytes that the shards have there, whatever else is written to
+memory?
+"""
 
 from __future__ import annotations
 
@@ -96,9 +98,7 @@ def test_ranges_that_no_service_would_leave_to_be_streamed_are_refused(ranges: l
 
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.float64])
-def test_staged_parts_of_tensors_in_another_dtype_are_those_of_the_cast(
-    source: torch.dtype, contiguous: bool
-) -> None:
+def test_staged_parts_of_tensors_in_another_dtype_are_those_of_the_cast(source: torch.dtype, contiguous: bool) -> None:
     held = [each.to(source) * 3.1 for each in tensors(contiguous=True)]
     whole = stream([each.to(torch.bfloat16) for each in held])
     if not contiguous:
@@ -154,10 +154,7 @@ def test_tensors_with_a_constant_are_written_as_the_sums_and_counted_so(mapped: 
     os.ftruncate(descriptor, 4096)
     memory = MappedMemory(descriptor, "test", 4096, Use.WRITE)
     os.close(descriptor)
-    copies = [
-        [ByteCopy((p.nbytes,), 0, (1,), 0, 100 + p.offset, (1,))] if p.nbytes else []
-        for p in LAYOUT.placements
-    ]
+    copies = [[ByteCopy((p.nbytes,), 0, (1,), 0, 100 + p.offset, (1,))] if p.nbytes else [] for p in LAYOUT.placements]
     source: ShardSource = TensorSource(StagingPool(), LAYOUT, held)
     if mapped:
         file = np.frombuffer(b"!" + stream(held), np.uint8)

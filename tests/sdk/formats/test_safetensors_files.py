@@ -41,9 +41,7 @@ def test_files_we_lay_out_load_with_safetensors_own_reader(tmp_path: Path, max_s
         data[: len(file.header)] = np.frombuffer(file.header, np.uint8)
         for p in files.layout.placements:
             if p.buffer == file.name:
-                assert (
-                    p.offset % 8 == 0 or p.offset % files.layout.tensors[p.shard.tensor].dtype.itemsize == 0
-                )
+                assert p.offset % 8 == 0 or p.offset % files.layout.tensors[p.shard.tensor].dtype.itemsize == 0
                 data[p.offset : p.offset + p.nbytes] = contents[p.shard.tensor]
         (tmp_path / file.name).write_bytes(data.tobytes())
     loaded: dict[str, torch.Tensor] = {}
@@ -102,13 +100,9 @@ def test_a_file_that_lies_is_refused_with_an_error_of_ours(content: bytes) -> No
 
 
 def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"x": "../../etc/passwd"}})
-    )
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../../etc/passwd"}}))
     with pytest.raises(DataLoss, match="outside"):
         map_folder(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"x": "gone.safetensors"}})
-    )
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
     with pytest.raises(NotFound, match=r"gone\.safetensors"):
         map_folder(tmp_path)

@@ -26,9 +26,7 @@ def samples(dtype: str) -> np.ndarray:
     bits = random.integers(0, np.iinfo(integers).max, 100_000, integers, endpoint=True)
     edges = torch.tensor([0.0, -0.0, -1.0, torch.inf, -torch.inf, torch.nan, 0.5, 2.0], dtype=TORCH[dtype])
     around = (1 + torch.randn(100_000, generator=torch.Generator().manual_seed(1)) / 4).to(TORCH[dtype])
-    return np.concatenate(
-        [bits, *(each.view(torch.uint8).numpy().view(integers) for each in (edges, around))]
-    )
+    return np.concatenate([bits, *(each.view(torch.uint8).numpy().view(integers) for each in (edges, around))])
 
 
 @pytest.mark.parametrize("shift", [1.0, -1.0])

@@ -181,9 +181,7 @@ def test_links_are_followed_within_the_folder_alone_and_devices_are_not_opened(t
         SideFiles.read(folder)
 
 
-def test_a_folder_with_a_config_alone_keeps_the_registered_tokenizer_and_one_with_its_own_replaces_it() -> (
-    None
-):
+def test_a_folder_with_a_config_alone_keeps_the_registered_tokenizer_and_one_with_its_own_replaces_it() -> None:
     registered = dict.fromkeys(
         ("config.json", "tokenizer.json", "chat_template.jinja", "additional_chat_templates/rag.jinja", "LICENSE", "model.py"),
         b"old",

@@ -1,4 +1,6 @@
-"""Are a torch state dict's names, ties, dtypes and boxes read as torch means them, and is whatever is wrong named at once?"""
+"""Are a torch state dict's names, ties, dtypes and boxes read as torch means them, and is whatever is wrong named at
+once?
+"""
 
 from __future__ import annotations
 
@@ -147,9 +149,7 @@ def test_names_that_all_have_one_thing_before_them_are_one_mistake() -> None:
         read({f"actor.{name}": value for name, value in state().items()}, whole=True)
     assert len(error.value.details) == 1
     assert "removeprefix('actor.')" in error.value.fix
-    inner = {
-        name.removeprefix("model."): value for name, value in state().items() if name.startswith("model.")
-    }
+    inner = {name.removeprefix("model."): value for name, value in state().items() if name.startswith("model.")}
     with pytest.raises(LayoutError, match=r"lack the model's prefix 'model\.'") as error:
         read(inner)
     assert "'model.' + name" in error.value.fix
@@ -217,9 +217,7 @@ def test_casts_are_declared_in_the_models_dtype_or_refused_by_name(dtype: torch.
     assert [tensor.dtype for tensor in shards.tensors] == [dtype, torch.float32]
     with pytest.raises(LayoutError) as error:
         read({NORM: torch.ones(4, dtype=dtype), EMBED: torch.ones(6, 4, dtype=torch.bfloat16)}, cast="never")
-    assert error.value.details == (
-        f"{NORM} is {dtype}, casts are not allowed, and the model has {NORM} F32[4]",
-    )
+    assert error.value.details == (f"{NORM} is {dtype}, casts are not allowed, and the model has {NORM} F32[4]",)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.complex64])

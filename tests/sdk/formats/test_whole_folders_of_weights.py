@@ -1,4 +1,5 @@
-"""Is a folder of weights taken for a model only if it is whole by what it says of itself: its index, its files' names, their headers?
+"""Is a folder of weights taken for a model only if it is whole by what it says of itself: its index, its files' names,
+their headers?
 
 Folders are written by huggingface_hub, safetensors and torch, as trainers write them.
 """

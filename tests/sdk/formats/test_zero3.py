@@ -40,9 +40,7 @@ def test_all_ranks_ranges_are_every_element_once(shape: list[int], ranks: int) -
     assert bool((padding == -77).all())
 
 
-MODEL = {
-    name: TensorSpec(name, dtypes.parse("fp32"), shape) for name, shape in {"a": (3, 4), "b": (2,)}.items()
-}
+MODEL = {name: TensorSpec(name, dtypes.parse("fp32"), shape) for name, shape in {"a": (3, 4), "b": (2,)}.items()}
 
 
 def _module(**persistent: bool) -> torch.nn.Module:

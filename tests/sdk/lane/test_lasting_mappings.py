@@ -1,4 +1,6 @@
-"""Does what a writer keeps mapped from push to push cost no version a bit, and is an image in doubt until its writer can change it no more?"""
+"""Does what a writer keeps mapped from push to push cost no version a bit, and is an image in doubt until its writer
+can change it no more?
+"""
 
 from __future__ import annotations
 
@@ -101,9 +103,7 @@ def test_what_is_mapped_goes_when_the_service_gives_its_memory_up(
     assert not lane._writable
 
 
-def test_a_client_that_is_closed_keeps_no_memory_mapped(
-    service: RunningService, sources: list[TinyModel]
-) -> None:
+def test_a_client_that_is_closed_keeps_no_memory_mapped(service: RunningService, sources: list[TinyModel]) -> None:
     def images() -> int:
         return Path("/proc/self/maps").read_text().count("weighbridge-image")
 
@@ -295,12 +295,8 @@ def test_samples_that_nobody_should_send_are_left_out(
         lane.close()
 
 
-@pytest.mark.parametrize(
-    "nbytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, 3 * PIECE_BYTES + 7, 100 * PIECE_BYTES]
-)
-@pytest.mark.parametrize(
-    "left_out", [(), ((0, 1),), ((5, 900), (70_000, 80_000)), ((0, 50_000), (50_000, 60_000))]
-)
+@pytest.mark.parametrize("nbytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, 3 * PIECE_BYTES + 7, 100 * PIECE_BYTES])
+@pytest.mark.parametrize("left_out", [(), ((0, 1),), ((5, 900), (70_000, 80_000)), ((0, 50_000), (50_000, 60_000))])
 def test_a_sample_is_spread_over_all_that_is_written_and_nothing_else(
     nbytes: int, left_out: tuple[tuple[int, int], ...]
 ) -> None:

@@ -64,9 +64,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[TinyModel]:
 
 
 @pytest.fixture
-def service(
-    tmp_path: Path, sources: list[TinyModel], request: pytest.FixtureRequest
-) -> Iterator[RunningService]:
+def service(tmp_path: Path, sources: list[TinyModel], request: pytest.FixtureRequest) -> Iterator[RunningService]:
     """A service with a model and a lane; with the settings that a test names as its parameter."""
     with lane_service(tmp_path, MODEL, sources[0], **getattr(request, "param", {})) as running:
         yield running
@@ -227,9 +225,7 @@ def test_slices_read_where_they_lie_are_those_that_come_by_grpc(
     with EngineClient(service.address, lane="grpc") as client:
         theirs = list(client.pull(MODEL, "live", request_of))
     assert [name for name, _ in ours] == [name for name, _ in theirs] == [name for name, _ in filled]
-    for (name, tensor), (_, other), third, fourth, fifth in zip(
-        ours, theirs, into, strided, parts, strict=True
-    ):
+    for (name, tensor), (_, other), third, fourth, fifth in zip(ours, theirs, into, strided, parts, strict=True):
         for found in (tensor, third, fourth, fifth[1]):
             assert torch.equal(found, other), name
 
@@ -256,9 +252,7 @@ def test_a_tensor_of_another_float_is_refused_although_it_has_as_many_bytes(
     with EngineClient(service.address, lane=lane) as client:
         pull = client.pull(MODEL, "live", Boxes([(name, (0,), (8,))]))
         for wrong in (torch.zeros(16, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.float64)):
-            with pytest.raises(
-                LayoutError, match=f"{name}: a tensor of {wrong.dtype} .* a slice of torch.float32"
-            ):
+            with pytest.raises(LayoutError, match=f"{name}: a tensor of {wrong.dtype} .* a slice of torch.float32"):
                 list(pull.filled([wrong].__getitem__))
             assert not wrong.any()
 
@@ -480,9 +474,7 @@ def test_a_rank_that_says_too_early_that_it_is_done_cannot_be_sealed(
     number = raw.open(MODEL, ranks=1, request_id="run/7")
     raw.declare(MODEL, number, layout)
     connection = connected(service.address, raw.client_id)
-    answer, descriptors = connection.ask(
-        pb.LaneRequest(begin_write=pb.BeginWrite(model=MODEL, number=number, rank=0))
-    )
+    answer, descriptors = connection.ask(pb.LaneRequest(begin_write=pb.BeginWrite(model=MODEL, number=number, rank=0)))
     protocol.close_all(descriptors)
     connection.ask(pb.LaneRequest(end_write=pb.EndWrite(loan=answer.write.loan, complete=False)))
     with pytest.raises(FailedPrecondition, match="have not arrived"):
@@ -496,9 +488,7 @@ def test_memory_that_a_model_was_promised_goes_to_another_that_needs_it(
     tmp_path: Path, sources: list[TinyModel]
 ) -> None:
     socket_path = str(tmp_path / "lane.sock")
-    with running_service(
-        tmp_path / "store", local_socket=socket_path, memory_budget=3 * IMAGE_BYTES
-    ) as service:
+    with running_service(tmp_path / "store", local_socket=socket_path, memory_budget=3 * IMAGE_BYTES) as service:
         clients = [TrainerClient(service.address, lane="local") for _ in range(2)]
         for _ in range(3):
             for number, client in enumerate(clients):
@@ -538,9 +528,7 @@ def test_a_lease_that_is_held_for_ever_keeps_nobody_from_pushing_and_pulling(
     tmp_path: Path, sources: list[TinyModel]
 ) -> None:
     with (
-        running_service(
-            tmp_path / "store", local_socket=str(tmp_path / "s"), memory_budget=2 * IMAGE_BYTES
-        ) as service,
+        running_service(tmp_path / "store", local_socket=str(tmp_path / "s"), memory_budget=2 * IMAGE_BYTES) as service,
         TrainerClient(service.address, lane="auto") as trainer,
         EngineClient(service.address, lane="local") as engine,
     ):
@@ -611,9 +599,7 @@ def test_the_socket_of_another_service_is_not_used(
             assert "belongs to another service" in report.lane_reason
 
 
-def test_a_client_finds_the_socket_of_a_service_that_was_restarted(
-    tmp_path: Path, sources: list[TinyModel]
-) -> None:
+def test_a_client_finds_the_socket_of_a_service_that_was_restarted(tmp_path: Path, sources: list[TinyModel]) -> None:
     from tests.support.killable_service import KillableService
 
     killable = KillableService(tmp_path / "store", local_socket=str(tmp_path / "lane.sock"))
@@ -744,9 +730,7 @@ def test_a_plan_that_leads_beyond_the_memory_is_refused() -> None:
         copy(extent=[1, 16], shard_strides=[1 << 63, 1]),
         copy(shard_strides=[16, 0]),
         copy(file_strides=[32, 2], extent=[2, 16]),
-        copy(
-            extent=[1 << 40, 16], shard_strides=[0, 1], file_strides=[0, 1]
-        ),  # within its bounds, and without end
+        copy(extent=[1 << 40, 16], shard_strides=[0, 1], file_strides=[0, 1]),  # within its bounds, and without end
         copy(extent=[1] * 15 + [16], shard_strides=[1] * 16, file_strides=[1] * 16),
     ):
         with pytest.raises(DataLoss):

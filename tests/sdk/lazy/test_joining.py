@@ -109,7 +109,5 @@ def test_writing_to_what_was_joined_shows_in_its_views_and_nowhere_else() -> Non
 def test_what_was_joined_does_not_fit_into_another_shape() -> None:
     whole = torch.zeros(2, 3)
     some = lazy.LazyTensor.of(TensorSpec("w", from_torch(whole.dtype), (2, 3)), Memory({"w": whole}))
-    with pytest.raises(
-        LayoutError, match=r"joined to shape \[2, 2, 3\] were copied to one of \[3, 2, 3\].*w"
-    ):
+    with pytest.raises(LayoutError, match=r"joined to shape \[2, 2, 3\] were copied to one of \[3, 2, 3\].*w"):
         torch.empty(3, 2, 3).copy_(torch.stack([some, some]))

@@ -1,4 +1,6 @@
-"""Versions in spare memory beside the parameters: do they come from there with the loader's bits, and is nothing touched before?"""
+"""Versions in spare memory beside the parameters: do they come from there with the loader's bits, and is nothing
+touched before?
+"""
 
 from __future__ import annotations
 
@@ -87,9 +89,7 @@ def test_tensors_of_a_place_lie_apart_and_as_they_were_asked_for(seed: int) -> N
     shapes = {}
     for index in range(dice.randint(1, 12)):
         size = tuple(dice.randint(0, 9) for _ in range(dice.randint(0, 3)))
-        made = torch.empty(
-            size, dtype=dice.choice([torch.uint8, torch.bfloat16, torch.float32, torch.float64])
-        )
+        made = torch.empty(size, dtype=dice.choice([torch.uint8, torch.bfloat16, torch.float32, torch.float64]))
         if made.dim() > 1 and dice.random() < 0.5:
             made = made.transpose(0, 1)
         shapes[f"t{index}"] = Shape.of(made)

@@ -112,9 +112,7 @@ def test_whatever_is_done_before_copying_gives_the_same_bits_as_on_a_real_tensor
 @pytest.mark.parametrize("seed", range(4))
 def test_the_box_of_a_view_holds_the_view_and_little_else(seed: int) -> None:
     chance = random.Random(seed)
-    plain = [
-        name for name in VIEWS if name in ("narrow", "select", "chunk", "transpose", "unsqueeze", "rows")
-    ]
+    plain = [name for name in VIEWS if name in ("narrow", "select", "chunk", "transpose", "unsqueeze", "rows")]
     for _ in range(500):
         shape = [chance.choice((1, 2, 3, 4, 6, 8)) for _ in range(chance.randint(1, 4))]
         whole = torch.arange(math.prod(shape)).view(shape)
@@ -138,9 +136,7 @@ def test_the_box_of_a_view_holds_the_view_and_little_else(seed: int) -> None:
 def test_a_column_cut_that_was_flattened_is_still_one_box() -> None:
     whole = torch.arange(4 * 6 * 8).view(4, 6, 8)
     cut = whole[:, 3:6].flatten(1)
-    box, inside = box_of_view(
-        whole.shape, Strided(tuple(cut.shape), tuple(cut.stride()), int(cut.storage_offset()))
-    )
+    box, inside = box_of_view(whole.shape, Strided(tuple(cut.shape), tuple(cut.stride()), int(cut.storage_offset())))
     assert box.volume == cut.numel()
     assert whole[:, 3:6].contiguous().as_strided(*inside).equal(cut)
 

@@ -1,4 +1,6 @@
-"""Does the recording of a loader bring every later version to the same bits as the loader itself, and lose nothing silently?"""
+"""Does the recording of a loader bring every later version to the same bits as the loader itself, and lose nothing
+silently?
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 
 @pytest.fixture(scope="module")
-def versions(
-    service: RunningService, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, torch.Tensor]]:
+def versions(service: RunningService, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
     """The tensors of versions 1 and 2, as transformers has written them."""
     found = []
     with TrainerClient(service.address) as trainer:
@@ -47,9 +47,7 @@ def versions(
 
 
 @pytest.fixture(scope="module", params=["grpc", "local"])
-def engine(
-    request: pytest.FixtureRequest, service: RunningService, versions: object
-) -> Iterator[EngineClient]:
+def engine(request: pytest.FixtureRequest, service: RunningService, versions: object) -> Iterator[EngineClient]:
     with EngineClient(service.address, lane=request.param) as client:
         yield client
 
@@ -59,7 +57,9 @@ def specs_of(tensors: dict[str, torch.Tensor]) -> list[TensorSpec]:
 
 
 class Engine(torch.nn.Module):
-    """One rank of two of an engine in bfloat16: parameters fused, cut and padded as engines do, filled by loaders of its own."""
+    """One rank of two of an engine in bfloat16: parameters fused, cut and padded as engines do, filled by loaders of
+    its own.
+    """
 
     def __init__(self, tensors: dict[str, torch.Tensor], rank: int, device: str = "cpu") -> None:
         super().__init__()
@@ -78,9 +78,7 @@ class Engine(torch.nn.Module):
                 part = [shape[1], shape[0]]
             else:
                 part = shape
-            self.register_buffer(
-                name.replace(".", "/"), torch.full(part, -1, dtype=torch.bfloat16, device=device)
-            )
+            self.register_buffer(name.replace(".", "/"), torch.full(part, -1, dtype=torch.bfloat16, device=device))
 
     @property
     def targets(self) -> dict[str, torch.Tensor]:
@@ -88,9 +86,7 @@ class Engine(torch.nn.Module):
 
     def load_weights(self, weights: Tensors) -> None:
         for name, tensor in weights:
-            into = self.get_buffer(
-                name.replace(".", "/").replace("k_proj", "q_proj").replace("v_proj", "q_proj")
-            )
+            into = self.get_buffer(name.replace(".", "/").replace("k_proj", "q_proj").replace("v_proj", "q_proj"))
             if any(part in name for part in ("q_proj", "k_proj", "v_proj")):
                 rows = into.shape[0] // 3
                 start = rows * "qkv".index(name.split(".")[-2][0])
@@ -174,9 +170,7 @@ def test_a_rank_of_two_fetches_half_of_what_is_cut(versions: list[dict[str, torc
     model = Engine(versions[0], 0)
     recording = lazy.record(specs_of(versions[0]), model.load_weights, model.targets)
     cut = ("q_proj", "k_proj", "v_proj", "embed_tokens", "lm_head", "down_proj")
-    expected = sum(
-        t.nbytes // 2 if any(c in name for c in cut) else t.nbytes for name, t in versions[0].items()
-    )
+    expected = sum(t.nbytes // 2 if any(c in name for c in cut) else t.nbytes for name, t in versions[0].items())
     assert recording.nbytes == expected
 
 
@@ -483,9 +477,7 @@ def test_what_comes_ahead_is_not_overwritten_by_what_the_loader_did_before(
     expected = {name: tensor.clone() for name, tensor in targets.items()}
     into = Pull.into
 
-    def all_ahead(
-        pull: Pull, tensor_for: Callable[[int], torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def all_ahead(pull: Pull, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """As a GPU's copy engines do, which are given some tensors before the first is waited for."""
         return iter(list(into(pull, tensor_for)))
 

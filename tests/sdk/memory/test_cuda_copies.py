@@ -191,9 +191,7 @@ def test_shards_on_gpus_are_filled_in_order_whoever_shares_memory_and_whatever_f
 def test_a_pull_that_is_left_in_the_middle_leaves_nothing_on_its_way(descriptor: int) -> None:
     reading = MappedMemory(descriptor, "m", MEMORY_BYTES, Use.READ)
     targets = [torch.ones(1 << 20, dtype=torch.uint8, device="cuda") for _ in range(64)]
-    coming = read_tensors(
-        ((target, [ByteCopy((1 << 20,), 0, (1,), 0, 0, (1,))]) for target in targets), [reading]
-    )
+    coming = read_tensors(((target, [ByteCopy((1 << 20,), 0, (1,), 0, 0, (1,))]) for target in targets), [reading])
     next(coming)
     coming.close()
     for target in targets:

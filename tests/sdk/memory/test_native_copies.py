@@ -64,9 +64,7 @@ def noise(nbytes: int, seed: int = 0) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
-def run(
-    copies: Sequence[ByteCopy[int]], shard: Bytes, memory: Bytes, *, into_memory: bool, threads: int = 2
-) -> None:
+def run(copies: Sequence[ByteCopy[int]], shard: Bytes, memory: Bytes, *, into_memory: bool, threads: int = 2) -> None:
     regions = [region_of(memory, written=into_memory)]
     plan = ShardCopies(copies).packed
     counts = copy_natively(
@@ -91,9 +89,7 @@ def test_any_plan_puts_every_byte_where_numpy_puts_it(
     start, placed = 0, []  # one behind the other: bytes that are written twice may have either value
     for copy in plan:
         end = max(end_of(0, copy.extent, copy.file_strides), end_of(0, copy.extent, copy.stream_strides))
-        placed.append(
-            copy._replace(file_offset=start + copy.file_offset, stream_offset=start + copy.stream_offset)
-        )
+        placed.append(copy._replace(file_offset=start + copy.file_offset, stream_offset=start + copy.stream_offset))
         start += end + 200
     memory, shard = noise(start + 1, 1), noise(start + 1, 2)
     expected = [memory.copy(), shard.copy()]
@@ -248,9 +244,7 @@ def test_tensors_of_every_kind_go_to_memory_and_back_either_way(way: str) -> Non
         memory.bytes[...] = 7
         write_tensors([(shard, copies)], [memory])
         found = memory.bytes[40 : 40 + rows * 2 * width].reshape(rows, 2 * width if rows else 0)
-        raw = (
-            shard.detach().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().reshape(rows, width)
-        )
+        raw = shard.detach().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().reshape(rows, width)
         assert np.array_equal(found[:, :width], raw)
         assert (found[:, width:] == 7).all()
         back = torch.ones_like(shard)

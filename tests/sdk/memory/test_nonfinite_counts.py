@@ -117,9 +117,7 @@ def test_every_bit_pattern_of_a_small_dtype_counts_if_it_does_for_torch(count: C
 @pytest.mark.parametrize("count", WAYS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0])
-def test_random_bits_of_every_length_are_counted_as_torch_counts_them(
-    count: Count, dtype: DType, share: float
-) -> None:
+def test_random_bits_of_every_length_are_counted_as_torch_counts_them(count: Count, dtype: DType, share: float) -> None:
     encoding = encoding_of(dtype)
     assert encoding is not None
     for seed, elements in enumerate([1, 2, 7, 8, 31, 63, 64, 65, 129, 1000, 16_385, 70_001]):
@@ -137,16 +135,16 @@ def test_what_is_left_of_an_element_is_not_counted(count: Count) -> None:
 
 
 def strided(dtype: DType, chance: random.Random) -> tuple[ByteCopy[int], int, int]:
-    """Rows of whole elements that lie apart on both sides, at any offset in memory; and the bytes that both sides have."""
+    """Rows of whole elements that lie apart on both sides, at any offset in memory; and the bytes that both sides
+    have.
+    """
     size = dtype.itemsize
     rows = [chance.choice([1, 1, 2, 5]), chance.choice([1, 3, 40])]
     width = size * chance.choice([1, 2, 9, 31, 64, 130, 700, 5000])
     shard_gap, file_gap = size * chance.choice([0, 0, 3]), chance.choice([0, 0, size, 3])
     shard, file = width + shard_gap, width + file_gap
     offset, file_offset = size * chance.randrange(4), chance.randrange(70)
-    copy = ByteCopy(
-        (*rows, width), offset, (rows[1] * shard, shard, 1), 0, file_offset, (rows[1] * file, file, 1)
-    )
+    copy = ByteCopy((*rows, width), offset, (rows[1] * shard, shard, 1), 0, file_offset, (rows[1] * file, file, 1))
     return copy, offset + rows[0] * rows[1] * shard, file_offset + rows[0] * rows[1] * file
 
 
@@ -259,9 +257,7 @@ def memory() -> Iterator[MappedMemory]:
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_shards_on_a_gpu_are_counted_there_whatever_part_of_them_is_copied(
-    memory: MappedMemory, dtype: DType
-) -> None:
+def test_shards_on_a_gpu_are_counted_there_whatever_part_of_them_is_copied(memory: MappedMemory, dtype: DType) -> None:
     """Several at once; views that are not contiguous; and what is computed just before, on the stream of the caller."""
     shards, encodings, expected = [], [], []
     for seed in range(40):
@@ -273,9 +269,7 @@ def test_shards_on_a_gpu_are_counted_there_whatever_part_of_them_is_copied(
         if seed % 3 == 0:
             torch.cuda._sleep(20_000_000)
             on_card = on_card ^ torch.zeros_like(on_card)
-        patterns = on_card.view(
-            {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-        )
+        patterns = on_card.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
         if seed % 4 == 0:
             patterns = torch.stack([patterns, torch.zeros_like(patterns)], dim=-1)[..., 0]
         shard = patterns.view(dtype.torch)

@@ -48,9 +48,7 @@ def test_rows_add_up_as_integers_do(seed: int, word: int) -> None:
     ("count", "columns", "around"),
     [(1, 5 << 20, 0), (3, (1 << 20) + 24, 8), (5000, 1000, 40), (1, 1 << 20, 0), (2, (1 << 20) - 8, 16)],
 )
-def test_rows_that_several_threads_share_add_up_as_those_of_one(
-    count: int, columns: int, around: int
-) -> None:
+def test_rows_that_several_threads_share_add_up_as_those_of_one(count: int, columns: int, around: int) -> None:
     memory = np.random.default_rng(1).integers(0, 256, count * (columns + around), np.uint8)
     rows = np.array([(0, 0, memory.ctypes.data, columns + around, columns, count)] * 2, np.int64)
     sizes = np.array([8, 2], np.int64)

@@ -65,9 +65,7 @@ class Trainer:
         """Write a step whose elements all are one number."""
         folder = self.root / f"step_{step}"
         folder.mkdir(parents=True, exist_ok=True)
-        arrays = {
-            name: np.full(array.shape, value, np.float32) for name, array in self._source.arrays.items()
-        }
+        arrays = {name: np.full(array.shape, value, np.float32) for name, array in self._source.arrays.items()}
         arrays.pop(leave_out, None)
         names = sorted(arrays)
         half = len(names) // 2

@@ -46,9 +46,7 @@ def test_a_file_may_hold_several_keys_and_authorities_of_which_one_is_enough(tmp
     old, new = new_key(tmp_path, "old"), new_key(tmp_path, "new")
     authority = SigningAuthority(tmp_path)
     both = tmp_path / "trusted.pem"
-    both.write_bytes(
-        old.public.read_bytes() + b"a note\n" + new.public.read_bytes() + authority.ca.read_bytes()
-    )
+    both.write_bytes(old.public.read_bytes() + b"a note\n" + new.public.read_bytes() + authority.ca.read_bytes())
     issued = authority.issue("ci")
     trusted = Trusted.of_file(both)
     for signer in (Signer(old.key), Signer(new.key), Signer(issued.key, certificate=issued.certificate)):
@@ -61,9 +59,7 @@ def test_each_requirement_must_be_satisfied_by_a_signature(tmp_path: Path) -> No
     by_release, by_ci = (signed(Signer(each.key)) for each in (release, ci))
     found = check_signed(VERSION, [by_release.as_signature, by_ci.as_signature], required)
     assert [each.id for each in found] == [by_release.id, by_ci.id]
-    with pytest.raises(
-        FailedPrecondition, match=r"ci\.pub\.pem requires: none of its signatures is accepted"
-    ):
+    with pytest.raises(FailedPrecondition, match=r"ci\.pub\.pem requires: none of its signatures is accepted"):
         check_signed(VERSION, [by_release.as_signature], required)
     with pytest.raises(FailedPrecondition, match="it has no signature"):
         check_signed(VERSION, [], required)
@@ -174,9 +170,7 @@ def test_keys_of_other_kinds_are_refused_by_name(tmp_path: Path) -> None:
             Trusted.of_file(files.public)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"hello", b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n"]
-)
+@pytest.mark.parametrize("content", [b"", b"hello", b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n"])
 def test_files_that_hold_no_key_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file.pem"
     path.write_bytes(content)
@@ -196,15 +190,11 @@ def test_a_signer_knows_its_own_signatures(tmp_path: Path) -> None:
     issued, key = authority.issue("release"), new_key(tmp_path)
     signers = [Signer(key.key), Signer(issued.key), Signer(issued.key, certificate=issued.certificate)]
     bundles = [signed(each) for each in signers]
-    assert [[has_signed(s, b) for b in bundles] for s in signers] == [
-        [i == j for j in range(3)] for i in range(3)
-    ]
+    assert [[has_signed(s, b) for b in bundles] for s in signers] == [[i == j for j in range(3)] for i in range(3)]
     assert not has_signed(signers[0], Bundle.read(changed(bundles[0].content)))
 
 
-def test_what_is_missing_is_named_with_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_named_with_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = new_key(tmp_path)
     monkeypatch.delitem(sys.modules, "weighbridge._signing.library", raising=False)
     monkeypatch.delattr("weighbridge._signing.library", raising=False)

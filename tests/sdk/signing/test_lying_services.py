@@ -34,9 +34,7 @@ class Service:
 
 def test_a_signature_is_written_nowhere_else_by_what_the_service_calls_it(tmp_path: Path) -> None:
     content = bundle(STATEMENT)
-    lying = pb.GetSignaturesResponse(
-        number=17, signatures=[resources_pb2.Signature(id="../../lying", content=content)]
-    )
+    lying = pb.GetSignaturesResponse(number=17, signatures=[resources_pb2.Signature(id="../../lying", content=content)])
     _, found = take(get_signatures(VERSION.model, 17), Service(GetSignatures=lying))
     (path,) = write_signature_files(tmp_path / "a" / "signatures", found)
     assert [*tmp_path.rglob("*.sig")] == [path]

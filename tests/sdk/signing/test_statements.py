@@ -201,9 +201,7 @@ def test_what_is_no_manifest_is_refused(text: bytes) -> None:
 
 
 def test_a_statement_that_passes_over_much_is_compared_in_a_moment() -> None:
-    version = manifest(
-        parts={"weights": {"files": {f"{i}.json": {"size": 1} for i in range(500)}, "tensors": {}}}
-    )
+    version = manifest(parts={"weights": {"files": {f"{i}.json": {"size": 1} for i in range(500)}, "tensors": {}}})
     good = Statement.of_version(version, dict.fromkeys(version.files, SHA["a"]))
     many = tuple(f"x{i}" for i in range(50_000))
     begun = time.process_time()

@@ -48,8 +48,6 @@ def test_tracestate_and_baggage_are_neither_kept_nor_told_in_the_log(
     "hostile",
     ["x" * 16000, GOOD + "-" + "x" * 8000, GOOD.upper(), f"ff{GOOD[2:]}", [GOOD, GOOD], "", GOOD[:-1] + "\n"],
 )
-def test_what_is_malformed_or_said_twice_is_ignored(
-    hostile: str | list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_malformed_or_said_twice_is_ignored(hostile: str | list[str], caplog: pytest.LogCaptureFixture) -> None:
     assert not caller({"traceparent": hostile}).is_valid
     assert not logged(caplog)

@@ -1,4 +1,6 @@
-"""Are the shards of a Megatron-core rank's adapters those of the right rows of the right layers, where models cannot be run on CPU?"""
+"""Are the shards of a Megatron-core rank's adapters those of the right rows of the right layers, where models cannot be
+run on CPU?
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,7 @@ class Adapter(torch.nn.Module):
 
     def __init__(self, first: Tensor, second: Tensor) -> None:
         super().__init__()
-        self.linear_in, self.linear_out = (
-            torch.nn.Linear(*each.shape[:-3:-1], bias=False) for each in (first, second)
-        )
+        self.linear_in, self.linear_out = (torch.nn.Linear(*each.shape[:-3:-1], bias=False) for each in (first, second))
         self.linear_in.weight.data, self.linear_out.weight.data = first, second
         self.dim, self.alpha = RANK, 5
 
@@ -50,9 +50,7 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
-def link(
-    source: str, leading: tuple[int, ...], rows: tuple[int, int], target: str, first: int, columns: int
-) -> Link:
+def link(source: str, leading: tuple[int, ...], rows: tuple[int, int], target: str, first: int, columns: int) -> Link:
     """Rows of a weight under leading axes that are rows of another one."""
     box = Box((rows[0], 0), (rows[1], columns)).under(leading)
     own = len(leading)
@@ -70,9 +68,7 @@ def _of_grouped(kind: str, name: str, weight: Tensor, layer: int) -> Any:
     """The declaration of an adapter of the second half of the experts, as releases of Megatron-Bridge make it."""
     of_layer = 0, layer, LAYERS
     if kind == "shared":
-        return ShardedTensor.from_rank_offsets(
-            name, weight, of_layer, prepend_axis_num=1, replica_id=(0, 1, 0)
-        )
+        return ShardedTensor.from_rank_offsets(name, weight, of_layer, prepend_axis_num=1, replica_id=(0, 1, 0))
     if kind == "own":
         return ShardedTensor.from_rank_offsets(name, weight, of_layer, (1, 1, 2), prepend_axis_num=1)
 
@@ -109,13 +105,8 @@ def test_grouped_experts_of_a_rank_have_its_one_adapter_or_one_each(kind: str) -
     placed = MegatronAdapters.of(Stage(adapter, shards)).placed(
         WeightLinks(
             {f"{key}.weight": TensorSpec(f"{key}.weight", F32, (LAYERS, EXPERTS, HIDDEN, INNER))},
-            {
-                f"{each}.weight": TensorSpec(f"{each}.weight", F32, (HIDDEN, INNER))
-                for each in targets.values()
-            },
-            tuple(
-                link(f"{key}.weight", each, (0, HIDDEN), f"{targets[each]}.weight", 0, INNER) for each in at
-            ),
+            {f"{each}.weight": TensorSpec(f"{each}.weight", F32, (HIDDEN, INNER)) for each in targets.values()},
+            tuple(link(f"{key}.weight", each, (0, HIDDEN), f"{targets[each]}.weight", 0, INNER) for each in at),
         )
     )
     assert set(placed.modules) == {targets[layer, each] for each in held}
@@ -134,14 +125,10 @@ def test_rows_beside_a_layer_that_is_not_fused_are_contiguous_whatever_is_declar
     """One of two ranks; Megatron-Bridge declares the rows of B as if the layer consisted of gate and up."""
     key, rows = "decoder.layers.0.mlp.linear_fc1", INNER // 2
     adapter = Adapter(numbers(RANK // 2, HIDDEN), numbers(rows, RANK))
-    declared = ShardedTensor.from_rank_offsets(
-        f"{key}.adapter.linear_out.weight", adapter.linear_out.weight, (0, 1, 2)
-    )
+    declared = ShardedTensor.from_rank_offsets(f"{key}.adapter.linear_out.weight", adapter.linear_out.weight, (0, 1, 2))
     shards = [
         ShardedTensor.from_rank_offsets(f"{key}.weight", torch.zeros(rows, HIDDEN), (0, 1, 2)),
-        ShardedTensor.from_rank_offsets(
-            f"{key}.adapter.linear_in.weight", adapter.linear_in.weight, (0, 1, 2)
-        ),
+        ShardedTensor.from_rank_offsets(f"{key}.adapter.linear_in.weight", adapter.linear_in.weight, (0, 1, 2)),
         apply_swiglu_sharded_factory(declared, (), singleton_local_shards=apart),
     ]
     up = "model.layers.0.mlp.up_proj"
@@ -176,9 +163,7 @@ def test_what_peft_has_no_adapter_of_is_refused_by_name() -> None:
     stage = _one_layer(Adapter(numbers(RANK, INNER), numbers(HIDDEN, RANK)))
     source = {key: TensorSpec(key, F32, (HIDDEN, INNER))}
     stacked = TensorSpec("model.layers.0.mlp.experts.down_proj", F32, (EXPERTS, INNER, HIDDEN))
-    onto = Link(
-        key, Box.whole((HIDDEN, INNER)), stacked.name, Box((0, 0, 0), (1, INNER, HIDDEN)), (None, 1, 0)
-    )
+    onto = Link(key, Box.whole((HIDDEN, INNER)), stacked.name, Box((0, 0, 0), (1, INNER, HIDDEN)), (None, 1, 0))
     found = MegatronAdapters.of(stage)
     with pytest.raises(LayoutError, match=r"experts\.down_proj .* is not the weight of a linear layer"):
         found.placed(WeightLinks(source, {stacked.name: stacked}, (onto,)))

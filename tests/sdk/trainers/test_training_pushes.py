@@ -50,7 +50,9 @@ def module() -> torch.nn.Linear:
 
 
 class StallingProxy:
-    """Forwards connections to a service; those by which a client has sent more than some calls take stand still until they are released."""
+    """Forwards connections to a service; those by which a client has sent more than some calls take stand still until
+    they are released.
+    """
 
     def __init__(self, target: str) -> None:
         host, _, port = target.partition(":")
@@ -250,9 +252,7 @@ def test_a_save_that_fails_behind_the_loop_is_told_at_the_next_one(
             first = checkpoints.save(1)
             assert first.training is not None
             proxy.stalled.wait()
-            operator.abort(
-                first.training.model, first.training.number, "the disk is wanted for something else"
-            )
+            operator.abort(first.training.model, first.training.number, "the disk is wanted for something else")
         finally:
             proxy.release()
         with pytest.raises(VersionFailed, match="the disk is wanted"):
@@ -294,6 +294,6 @@ def test_what_a_restore_leaves_out_of_what_was_pushed_is_told_in_the_log(
         assert "leaves out" not in caplog.text
         CheckpointManager(client, MODEL, own, rank_state={}).restore()
         assert (
-            f"{MODEL}:training@1 was pushed with scheduler in state=, loader in rank_state=, which this restore leaves out"
-            in caplog.text
-        )
+            f"{MODEL}:training@1 was pushed with scheduler in state=, loader in rank_state=, "
+            "which this restore leaves out"
+        ) in caplog.text

@@ -1,4 +1,6 @@
-"""Does a client that was used say at once, in a process that is forked later, that its connections do not work there?"""
+"""Does a client that was used say at once, in a process that is forked later, that its connections do not work
+there?
+"""
 
 from __future__ import annotations
 

@@ -27,9 +27,7 @@ def messages(draw: st.DrawFn) -> pb.PushRequest:
 
 
 @given(messages(), st.binary(max_size=40_000))
-def test_protobuf_reads_what_we_write_and_we_read_what_it_writes(
-    message: pb.PushRequest, data: bytes
-) -> None:
+def test_protobuf_reads_what_we_write_and_we_read_what_it_writes(message: pb.PushRequest, data: bytes) -> None:
     whole = pb.PushRequest()
     whole.CopyFrom(message)
     whole.data = data
@@ -58,7 +56,9 @@ def test_hostile_bytes_are_read_as_protobuf_reads_them_or_refused(raw: bytes) ->
 
 @alone
 def test_a_message_of_more_fields_than_any_has_is_refused_before_they_are_looked_at() -> None:
-    """Each takes time and memory of its own: one message of 2 MiB had taken 270 MiB, and seconds of the loop that all calls share."""
+    """Each takes time and memory of its own: one message of 2 MiB had taken 270 MiB, and seconds of the loop that all
+    calls share.
+    """
     for field in (b"\x10\1", b"\x1a\0", b"\x32\0", b"\x3d\0\0\0\0"):
         assert decode(field * 64).message
         tracemalloc.start()
@@ -70,9 +70,7 @@ def test_a_message_of_more_fields_than_any_has_is_refused_before_they_are_looked
 
 
 @given(messages(), st.binary(min_size=1, max_size=500), st.integers(1, 400))
-def test_a_message_cut_short_inside_its_data_is_refused(
-    message: pb.PushRequest, data: bytes, cut: int
-) -> None:
+def test_a_message_cut_short_inside_its_data_is_refused(message: pb.PushRequest, data: bytes, cut: int) -> None:
     raw = encode(message, data)
     with pytest.raises(DecodeError):
         decode(raw[: -min(cut, len(data))])

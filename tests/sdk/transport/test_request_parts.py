@@ -1,4 +1,6 @@
-"""Is a request that comes in parts the one that was meant, and is one that comes as a single message refused if it is too long?"""
+"""Is a request that comes in parts the one that was meant, and is one that comes as a single message refused if it is
+too long?
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,7 @@ from weighbridge.v1 import weight_service_pb2 as weights
 NAMES = st.text(max_size=20)
 SHAPES = st.lists(st.integers(0, 1 << 40), max_size=4)
 SPECS = st.builds(resources_pb2.TensorSpec, name=NAMES, dtype=NAMES, shape=SHAPES)
-SHARDS = st.builds(
-    resources_pb2.Shard, tensor=st.integers(0, 9), offset=SHAPES, extent=SHAPES, replica=st.booleans()
-)
+SHARDS = st.builds(resources_pb2.Shard, tensor=st.integers(0, 9), offset=SHAPES, extent=SHAPES, replica=st.booleans())
 LAYOUTS = st.builds(
     resources_pb2.Layout,
     space=st.integers(0, 2),
@@ -106,9 +106,7 @@ def test_a_model_with_large_files_is_registered_in_parts(tmp_path: Path) -> None
             stub = model_service_pb2_grpc.ModelServiceStub(channel)
             request = models.RegisterModelRequest(
                 model="acme/whole",
-                files=[
-                    resources_pb2.ModelFile(name=name, content=content) for name, content in files.items()
-                ],
+                files=[resources_pb2.ModelFile(name=name, content=content) for name, content in files.items()],
             )
             with pytest.raises(grpc.RpcError) as refused:
                 stub.RegisterModel(iter([request]), timeout=20)

@@ -63,9 +63,7 @@ def test_a_stream_comes_whole_whether_the_service_spreads_it_or_not(
     stream = np.random.default_rng(1).bytes(7 * STRIPE_BYTES + 12_345)
     asked: list[Striping] = []
 
-    def open_at(
-        _: bulk.Way, part: Striping, offset: int
-    ) -> Iterator[Carried[weight_service_pb2.PullResponse]]:
+    def open_at(_: bulk.Way, part: Striping, offset: int) -> Iterator[Carried[weight_service_pb2.PullResponse]]:
         asked.append(part)
         sent = part if spread else Striping()
         header = pb.StreamHeader(stream_bytes=len(stream), striped_over=sent.count)
@@ -88,9 +86,7 @@ def test_a_stream_comes_whole_whether_the_service_spreads_it_or_not(
             pass
 
     # no server listens there, so no part is sent
-    monkeypatch.setattr(
-        bulk_entry, "ask", lambda *_: bulk_entry.BulkEntry("127.0.0.1:1", "127.0.0.1:1", (), math.inf)
-    )
+    monkeypatch.setattr(bulk_entry, "ask", lambda *_: bulk_entry.BulkEntry("127.0.0.1:1", "127.0.0.1:1", (), math.inf))
     pieces = bulk.StreamReceiver(
         lambda way, part, offset: Cancellable(open_at(way, part, offset)),
         bulk.Connections(Addresses(["127.0.0.1:1"]), connections),

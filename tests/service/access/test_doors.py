@@ -57,9 +57,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, source: TinyModel) -> Iter
         folder,
         identity("trainer", ["push:acme/*"], token="token-of-trainer"),
         identity("engine", ["pull:acme/*"], token="token-of-engine"),
-        identity(
-            "releases", ["tag:acme/smol@prod", "approve:acme/smol", "observe"], token="token-of-releases"
-        ),
+        identity("releases", ["tag:acme/smol@prod", "approve:acme/smol", "observe"], token="token-of-releases"),
         identity("stranger", ["push:else/*", "pull:else/*"], token="token-of-stranger", users=[os.getuid()]),
     )
     with running_service(
@@ -264,9 +262,7 @@ def test_a_full_disk_loses_no_line_and_lets_nothing_be_done(tmp_path: Path) -> N
     audit.close()
 
 
-def test_a_stream_ends_with_its_token_and_goes_on_with_the_next_one(
-    tmp_path: Path, source: TinyModel
-) -> None:
+def test_a_stream_ends_with_its_token_and_goes_on_with_the_next_one(tmp_path: Path, source: TinyModel) -> None:
     issuer = TokenIssuer(tmp_path / "issuer")
     policy = policy_file(
         tmp_path,
@@ -308,9 +304,7 @@ def test_a_stream_ends_with_its_token_and_goes_on_with_the_next_one(
 def test_a_new_token_is_one_that_the_policy_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["token", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
-    policy = policy_file(
-        tmp_path, f'[[identity]]\nname = "a"\nmay = ["pull"]\ntokens = ["{made["digest"]}"]\n'
-    )
+    policy = policy_file(tmp_path, f'[[identity]]\nname = "a"\nmay = ["pull"]\ntokens = ["{made["digest"]}"]\n')
     with (
         running_service(tmp_path / "store", policy=policy) as running,
         Client(running.address, credentials=Credentials(token=made["token"])) as client,

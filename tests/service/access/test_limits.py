@@ -1,4 +1,6 @@
-"""Are limits of a policy read as they are meant, and those that say something else than they seem refused by their names?"""
+"""Are limits of a policy read as they are meant, and those that say something else than they seem refused by their
+names?
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,7 @@ from weighbridge_service.access.policy import Policy
 
 def limited(name: str = "a", **limits: Any) -> str:
     """An identity with limits, as a policy has it."""
-    inline = ", ".join(
-        f"{key} = {value!r}".replace("'", '"').replace("True", "true") for key, value in limits.items()
-    )
+    inline = ", ".join(f"{key} = {value!r}".replace("'", '"').replace("True", "true") for key, value in limits.items())
     return identity(name, ["pull"], token=f"token-of-{name}") + f"limits = {{{inline}}}\n"
 
 
@@ -68,10 +68,7 @@ def test_limits_are_those_of_the_identity_and_of_the_namespace_that_they_stand_w
         ),
         (namespace(name="acme", stored="1TB", streams=3), "streams"),
         (namespace(name="acme", stored="1TB") * 2, "twice"),
-        *(
-            (namespace(name=wrong, stored="1TB"), "not a namespace")
-            for wrong in ("", "acme/smol", "*", 7, "../x")
-        ),
+        *((namespace(name=wrong, stored="1TB"), "not a namespace") for wrong in ("", "acme/smol", "*", 7, "../x")),
         ("namespace = 'acme'", "list of tables"),
     ],
 )

@@ -253,9 +253,7 @@ def test_an_approval_counts_no_longer_than_its_giver_may_approve(fleet: Fleet) -
     policy = fleet.policy.read_text()
 
     def missing() -> int:
-        (there,) = [
-            each for each in fleet.http("ann", "GET", "").json()["requests"] if each["state"] == "pending"
-        ]
+        (there,) = [each for each in fleet.http("ann", "GET", "").json()["requests"] if each["state"] == "pending"]
         return int(there["missing"])
 
     fleet.policy.write_text(policy.replace('"approve:acme/*@prod"', f'"pull:{MODEL}"'))
@@ -263,9 +261,7 @@ def test_an_approval_counts_no_longer_than_its_giver_may_approve(fleet: Fleet) -
     assert approve(fleet, "cid", request).missing == 1
     assert fleet.refs()["prod"] == 1
     # a request has no effect once its requester has lost the scope for it
-    fleet.policy.write_text(
-        policy.replace(f'"tag:{MODEL}@prod", "approve:{MODEL}@prod"', f'"look:{MODEL}"', 1)
-    )
+    fleet.policy.write_text(policy.replace(f'"tag:{MODEL}@prod", "approve:{MODEL}@prod"', f'"look:{MODEL}"', 1))
     with pytest.raises(FailedPrecondition, match="ann made this request, and no longer has a scope"):
         approve(fleet, "cid", request)
     fleet.policy.write_text(policy)
@@ -438,10 +434,7 @@ def test_the_command_line_says_what_to_do_and_does_it(fleet: Fleet) -> None:
     assert "asked for prod to name version 2; it needs the approval of another identity" in told.stdout
     line = told.stdout.splitlines()[-1].split()
     assert line[:4] == ["weighbridge", "approve", f"{MODEL}@2", "prod"]
-    assert (
-        "prod, whose changes need a scope that names it and 1 approval"
-        in fleet.cli("bob", "show", MODEL).stdout
-    )
+    assert "prod, whose changes need a scope that names it and 1 approval" in fleet.cli("bob", "show", MODEL).stdout
     shown = fleet.cli("bob", "show", MODEL).stdout
     assert "prod to name version 2, by ann (fine), until" in shown
     assert " ".join(line) in shown

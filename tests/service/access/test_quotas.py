@@ -110,19 +110,13 @@ def register(running: RunningService, source: TinyModel, *models: str) -> None:
 def refusals(folder: Path, identity_: str) -> list[str]:
     """Actions in the audit log that were refused because a quota was used up."""
     lines = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
-    return [
-        line["action"]
-        for line in lines
-        if (line["identity"], line["result"]) == (identity_, "RESOURCE_EXHAUSTED")
-    ]
+    return [line["action"] for line in lines if (line["identity"], line["result"]) == (identity_, "RESOURCE_EXHAUSTED")]
 
 
 # --- stored bytes
 
 
-def test_a_namespace_holds_no_more_than_it_may_and_deleting_makes_room(
-    tmp_path: Path, source: TinyModel
-) -> None:
+def test_a_namespace_holds_no_more_than_it_may_and_deleting_makes_room(tmp_path: Path, source: TinyModel) -> None:
     stored = 2 * size_of(source) + 1000
     with service(tmp_path, stored=stored, count_rest=0.0, grace_seconds=1.0) as running:
         register(running, source, MODEL, OTHER)
@@ -183,9 +177,7 @@ def test_what_a_namespace_holds_is_known_after_a_restart_and_without_the_ledger(
             assert client.usage().quotas == (Quota("stored", "acme", size_of(source), stored),)
 
 
-def test_what_a_namespace_holds_is_counted_anew_once_a_head_was_rebuilt(
-    tmp_path: Path, source: TinyModel
-) -> None:
+def test_what_a_namespace_holds_is_counted_anew_once_a_head_was_rebuilt(tmp_path: Path, source: TinyModel) -> None:
     stored = size_of(source) + 1000
     name = ModelName.parse(MODEL)
     with service(tmp_path, stored=stored) as running:
@@ -259,9 +251,7 @@ def test_an_identity_opens_as_many_versions_in_an_hour_as_it_may_and_hears_when_
         assert push(running.address, source, 3) == 3
 
 
-def test_ranks_of_one_push_count_as_one_version_at_whatever_replica(
-    tmp_path: Path, source: TinyModel
-) -> None:
+def test_ranks_of_one_push_count_as_one_version_at_whatever_replica(tmp_path: Path, source: TinyModel) -> None:
     with (
         service(tmp_path, "versions_per_hour = 1") as first,
         service(tmp_path, "versions_per_hour = 1") as second,
@@ -522,15 +512,11 @@ def test_limits_that_change_count_for_what_is_under_way(tmp_path: Path, source: 
             eventually(lambda: quotas.use_of(a).streams == 1)
             policy = running.service.config.policy
             assert policy is not None
-            policy.write_text(
-                policy.read_text().replace('streams = 1, bytes_per_second = "1MB"', "streams = 1")
-            )
+            policy.write_text(policy.read_text().replace('streams = 1, bytes_per_second = "1MB"', "streams = 1"))
             assert pulled.result(60).keys() == source.arrays.keys()
 
 
-def test_a_download_more_is_answered_429_with_a_time_and_others_are_served(
-    tmp_path: Path, source: TinyModel
-) -> None:
+def test_a_download_more_is_answered_429_with_a_time_and_others_are_served(tmp_path: Path, source: TinyModel) -> None:
     def download(url: str, token: str) -> httpx.Response:
         headers = {"authorization": f"Bearer {token}"}
         path = f"{url}/{MODEL}/resolve/latest/model.safetensors"
@@ -552,9 +538,7 @@ def test_a_download_more_is_answered_429_with_a_time_and_others_are_served(
         assert refusals(tmp_path, "a") == ["file"]
 
 
-def test_a_download_that_is_slowed_waits_for_its_pace_and_holds_up_nothing(
-    tmp_path: Path, source: TinyModel
-) -> None:
+def test_a_download_that_is_slowed_waits_for_its_pace_and_holds_up_nothing(tmp_path: Path, source: TinyModel) -> None:
     with (
         service(tmp_path, 'streams = 1, bytes_per_second = "1MB"') as running,
         https(running) as url,
@@ -604,9 +588,7 @@ def test_a_download_ends_for_whom_the_policy_has_dropped_since_the_request_was_l
             httpx.get(path, headers=headers, timeout=60, follow_redirects=True)
 
 
-def test_a_download_that_is_slowed_ends_when_its_caller_may_not_go_on(
-    tmp_path: Path, source: TinyModel
-) -> None:
+def test_a_download_that_is_slowed_ends_when_its_caller_may_not_go_on(tmp_path: Path, source: TinyModel) -> None:
     looks = {"policy_look": 0.0, "standing_look": 0.0}
     with (
         service(tmp_path, 'streams = 1, bytes_per_second = "1MB"', **looks) as running,

@@ -57,9 +57,7 @@ def test_what_is_no_scope_is_refused(text: str) -> None:
         Scope.parse(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["pull:acme/*", "tag:acme/smol@prod", "tag:*@prod", "admin", "observe", "push"]
-)
+@pytest.mark.parametrize("text", ["pull:acme/*", "tag:acme/smol@prod", "tag:*@prod", "admin", "observe", "push"])
 def test_a_scope_is_written_as_it_is_read(text: str) -> None:
     assert str(Scope.parse(text)) == text
 

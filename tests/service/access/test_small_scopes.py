@@ -54,9 +54,7 @@ class Doors:
     address: str
     policy: Path
 
-    def ask(
-        self, method: str, path: str, name: str = "", body: Any = None, **headers: str
-    ) -> tuple[int, str]:
+    def ask(self, method: str, path: str, name: str = "", body: Any = None, **headers: str) -> tuple[int, str]:
         """Status and text of the answer to a request whose path is sent verbatim."""
         connection = http.client.HTTPConnection(self.address, timeout=60)
         if name:
@@ -80,9 +78,7 @@ class Doors:
 
 
 def write_policy(folder: Path, scopes: dict[str, list[str]]) -> Path:
-    return policy_file(
-        folder, *(identity(name, may, token=f"token-of-{name}") for name, may in scopes.items())
-    )
+    return policy_file(folder, *(identity(name, may, token=f"token-of-{name}") for name, may in scopes.items()))
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +178,7 @@ def test_an_export_of_what_the_caller_may_not_know_is_as_if_there_were_none(door
         "/api/models/./s/mine",
     ],
 )
-def test_no_spelling_of_a_path_leads_to_another_model_than_the_one_that_was_asked_for(
-    doors: Doors, path: str
-) -> None:
+def test_no_spelling_of_a_path_leads_to_another_model_than_the_one_that_was_asked_for(doors: Doors, path: str) -> None:
     status, text = doors.ask("GET", path, "small")
     assert status in (403, 404), text
     assert text.startswith('{"type": "urn:weighbridge:error:'), "and no document of a model"
@@ -193,9 +187,7 @@ def test_no_spelling_of_a_path_leads_to_another_model_than_the_one_that_was_aske
 def test_probes_tell_those_who_may_not_observe_no_more_than_how_it_stands(
     doors: Doors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [
-        Check("versions-durable", CheckStatus.WARN, f"{SECRET}@1 is not durable", "look at /secret/store")
-    ]
+    found = [Check("versions-durable", CheckStatus.WARN, f"{SECRET}@1 is not durable", "look at /secret/store")]
     monkeypatch.setattr(doors.running.health, "findings", lambda: found)
     for path in ("/readyz", "/readyz/versions-durable"):
         for name in ("", "small"):
@@ -230,9 +222,7 @@ def _refused(doors: Doors, method: str, request: Any) -> Any:
 def test_a_refused_call_fills_no_audit_log_however_much_it_names(doors: Doors) -> None:
     before = len(doors.audited())
     refs = [model_service_pb2.WatchedRef(model=f"a/{i}", ref="live") for i in range(50_000)]
-    assert (
-        _refused(doors, "WatchRefs", model_service_pb2.WatchRefsRequest(refs=refs)).name == "UNAUTHENTICATED"
-    )
+    assert _refused(doors, "WatchRefs", model_service_pb2.WatchRefsRequest(refs=refs)).name == "UNAUTHENTICATED"
     long = model_service_pb2.GetModelRequest(model="x" * 1_000_000)
     assert _refused(doors, "GetModel", long).name == "UNAUTHENTICATED"
     lines = doors.audited()[before:]
@@ -271,9 +261,7 @@ def test_the_audit_log_is_not_for_everybody(tmp_path: Path) -> None:
         audit = Audit(tmp_path / "audit.jsonl")
     finally:
         os.umask(before)
-    audit.record(
-        face="grpc", host="h", identity="i", action="Pull", verb=Verb.PULL, model="m", ref="1", result="OK"
-    )
+    audit.record(face="grpc", host="h", identity="i", action="Pull", verb=Verb.PULL, model="m", ref="1", result="OK")
     audit.close()
     assert stat.S_IMODE((tmp_path / "audit.jsonl").stat().st_mode) == 0o640
     assert json.loads((tmp_path / "audit.jsonl").read_text())["identity"] == "i"
@@ -348,9 +336,7 @@ def test_folders_do_not_tell_whether_another_model_was_exported_and_are_not_chan
     before = sorted(folder.iterdir())
     for within in ("", "/inside"):
         told = [
-            doors.ask(
-                "POST", "/v1/exports", "exporter", {"model": MINE, "version": "1", "folder": name + within}
-            )
+            doors.ask("POST", "/v1/exports", "exporter", {"model": MINE, "version": "1", "folder": name + within})
             for name in (exported, other)
         ]
         assert told[0][0] == 400

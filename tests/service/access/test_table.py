@@ -174,9 +174,7 @@ _PATH |= {"rest": "prod/config.json", "check": "store-reachable"}
 
 
 @pytest.mark.parametrize("name", sorted(ROUTES))
-def test_a_route_is_for_those_whose_scope_allows_it(
-    doors: Doors, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_route_is_for_those_whose_scope_allows_it(doors: Doors, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Standing, "ended", True)  # streams of events end at once: they are authorized before
     verb = ROUTES[name]
     routes = [route for route in _leaves(doors.web.app.routes) if route.name == name]  # type: ignore[attr-defined]

@@ -106,9 +106,7 @@ def test_who_trusts_another_authority_or_speaks_plainly_is_told(
 def test_a_service_that_asks_for_certificates_knows_clients_by_them(
     tmp_path: Path, authority: Authority, source: TinyModel
 ) -> None:
-    policy = policy_file(
-        tmp_path, identity("trainer", ["push:acme/*", "pull:acme/*"], certificates=["trainer.test"])
-    )
+    policy = policy_file(tmp_path, identity("trainer", ["push:acme/*", "pull:acme/*"], certificates=["trainer.test"]))
     stranger = Authority(tmp_path / "stranger")
     with running_service(tmp_path / "store", tls=authority.tls(asks_clients=True), policy=policy) as running:
         with TrainerClient(running.address, credentials=authority.client("trainer.test")) as trainer:
@@ -159,9 +157,7 @@ def test_a_name_counts_whole_and_as_the_kind_of_name_that_it_is(
             assert other.get(f"{url}/v1/models").status_code == 401
 
 
-def test_over_http_probes_do_without_a_certificate_and_nothing_else_does(
-    tmp_path: Path, authority: Authority
-) -> None:
+def test_over_http_probes_do_without_a_certificate_and_nothing_else_does(tmp_path: Path, authority: Authority) -> None:
     files = authority.tls(asks_clients=True)
     with running_service(tmp_path / "store", tls=files) as running, https(running) as url:
         trusting = ssl.create_default_context(cafile=authority.ca)
@@ -267,9 +263,7 @@ def test_certificates_are_renewed_under_load_and_no_stream_breaks(
         assert [len(found) for found in seen.values()] == [4, 4, 4]
 
 
-def test_a_renewed_certificate_that_does_not_fit_its_key_is_passed_by(
-    tmp_path: Path, authority: Authority
-) -> None:
+def test_a_renewed_certificate_that_does_not_fit_its_key_is_passed_by(tmp_path: Path, authority: Authority) -> None:
     certificate, key = authority.issue("127.0.0.1", under="half-renewed")
     other, _ = authority.issue("127.0.0.1", under="other")
     from weighbridge_service.runtime.tls_files import TlsFiles
@@ -319,9 +313,7 @@ def test_a_token_is_not_sent_to_other_machines_without_tls(server: str) -> None:
         engine.models()
 
 
-def test_credentials_come_from_the_environment_and_are_not_shown(
-    tmp_path: Path, authority: Authority
-) -> None:
+def test_credentials_come_from_the_environment_and_are_not_shown(tmp_path: Path, authority: Authority) -> None:
     found = Credentials.from_environment(
         {"WEIGHBRIDGE_CA": "ca.pem", "WEIGHBRIDGE_TOKEN": "secret", "WEIGHBRIDGE_CERT": ""}
     )

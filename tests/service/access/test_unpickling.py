@@ -33,9 +33,7 @@ _OWN = {
     # what a conversion's parent says to its workers, by a pipe of its own
     "weighbridge_service/converting/worker.py": {"pickle.loads"},
 }
-_PACKAGES = [
-    Path(str(each.__file__)).parent for each in (weighbridge, weighbridge_storage, weighbridge_service)
-]
+_PACKAGES = [Path(str(each.__file__)).parent for each in (weighbridge, weighbridge_storage, weighbridge_service)]
 
 
 def _runs(path: Path) -> set[str]:
@@ -51,8 +49,7 @@ def _runs(path: Path) -> set[str]:
         if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
             module, name = node.func.value.id, node.func.attr
             inert = any(
-                each.arg == "weights_only" and getattr(each.value, "value", None) is True
-                for each in node.keywords
+                each.arg == "weights_only" and getattr(each.value, "value", None) is True for each in node.keywords
             )
             if name in _RUNS.get(module, ()) and not inert:
                 found.add(f"{module}.{name}")

@@ -35,9 +35,7 @@ MODEL = "tests/budget"
 MIB = 1 << 20
 
 
-def reserve(
-    budget: ByteBudget, peer: str, direction: Direction = Direction.OUT, seconds: float = 60.0
-) -> Reservation:
+def reserve(budget: ByteBudget, peer: str, direction: Direction = Direction.OUT, seconds: float = 60.0) -> Reservation:
     return Reservation(budget, direction, Peer(peer, peer), lambda: seconds)
 
 
@@ -300,9 +298,7 @@ def test_clients_that_do_not_read_hold_one_message_each_and_the_others_go_on(
     eventually(lambda: not any(budget.in_flight.nbytes.values()))
 
 
-def test_a_stream_that_was_fast_has_no_more_than_its_window_on_its_way_to_a_receiver_that_stands_still() -> (
-    None
-):
+def test_a_stream_that_was_fast_has_no_more_than_its_window_on_its_way_to_a_receiver_that_stands_still() -> None:
     fast, stop = 200, threading.Event()
 
     def receive(messages: Iterator[bytes], _: grpc.ServicerContext) -> bytes:

@@ -53,10 +53,7 @@ def test_streams_of_an_identity_bring_its_bytes_a_second_whatever_the_size_of_th
     clock, chance = Clock(), random.Random(seed)
     quotas, rate, seconds = IdentityQuotas(clock), 10 * MB, 30
     with ExitStack() as stack:
-        streams = [
-            stack.enter_context(quotas.streaming(somebody(streams=4, bytes_per_second=rate)))
-            for _ in range(4)
-        ]
+        streams = [stack.enter_context(quotas.streaming(somebody(streams=4, bytes_per_second=rate))) for _ in range(4)]
         due = dict.fromkeys(range(4), clock.now)
         size = {each: chance.randint(1, 1 << 20) for each in due}
         brought, largest = 0, 1 << 20
@@ -187,9 +184,7 @@ def test_a_part_that_goes_on_where_it_broke_does_not_become_another_one() -> Non
     assert Places(held=3).begun(part, limit=4, now=0.0, whole=False) == (Places(held=4), part)
 
 
-def test_within_any_hour_there_are_no_more_versions_than_the_limit_and_the_error_says_when_the_next_may_be() -> (
-    None
-):
+def test_within_any_hour_there_are_no_more_versions_than_the_limit_and_the_error_says_when_the_next_may_be() -> None:
     clock = Clock()
     quotas, trainer = IdentityQuotas(clock), somebody(versions_per_hour=5)
     chance, opened = random.Random(1), []

@@ -78,9 +78,7 @@ def run_away(waits: MessageWaits, memory: Memory, nbytes: int) -> None:
     eventually(lambda: memory.trims > before)
 
 
-def test_what_ended_callers_leave_goes_back_also_if_nobody_waits_any_more(
-    waits: MessageWaits, memory: Memory
-) -> None:
+def test_what_ended_callers_leave_goes_back_also_if_nobody_waits_any_more(waits: MessageWaits, memory: Memory) -> None:
     run_away(waits, memory, 2 * MOST_GROWTH)
 
 
@@ -100,9 +98,7 @@ def test_growth_is_noticed_also_if_every_wait_is_short(waits: MessageWaits, memo
     assert ended.is_set()
 
 
-def test_growth_that_stays_when_the_slow_have_been_ended_is_nobodys_fault(
-    waits: MessageWaits, memory: Memory
-) -> None:
+def test_growth_that_stays_when_the_slow_have_been_ended_is_nobodys_fault(waits: MessageWaits, memory: Memory) -> None:
     run_away(waits, memory, 4 * MOST_GROWTH)
     innocent = threading.Event()
     with waits.waiting(innocent.set):

@@ -1,4 +1,6 @@
-"""Is the memory of files on their way bounded however many readers stop taking, and does none of them keep another from getting on?"""
+"""Is the memory of files on their way bounded however many readers stop taking, and does none of them keep another from
+getting on?
+"""
 
 from __future__ import annotations
 

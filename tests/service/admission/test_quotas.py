@@ -35,9 +35,7 @@ def test_no_host_can_shut_others_out(total: int, asked: list[tuple[str, int]]) -
     asked=st.lists(st.tuples(st.sampled_from(HOSTS), st.integers(1, 20)), max_size=60),
     more=st.integers(1, 15),
 )
-def test_who_stays_within_a_fourth_gets_what_is_left(
-    total: int, asked: list[tuple[str, int]], more: int
-) -> None:
+def test_who_stays_within_a_fourth_gets_what_is_left(total: int, asked: list[tuple[str, int]], more: int) -> None:
     held = Counter[str]()
     for host, wanted in asked:
         if may_have(total, held.total(), held[host], wanted):

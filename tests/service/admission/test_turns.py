@@ -35,9 +35,7 @@ class Model:
         return True
 
     def order(self) -> list[tuple[Peer, int]]:
-        firsts = [
-            (peer, next(item for each, item in self.waiting if each == peer)) for peer in self.connections
-        ]
+        firsts = [(peer, next(item for each, item in self.waiting if each == peer)) for peer in self.connections]
         return sorted(firsts, key=lambda found: self.hosts.index(found[0].host))
 
     def take_of(self, peer: Peer) -> int:

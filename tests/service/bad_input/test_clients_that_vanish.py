@@ -60,9 +60,7 @@ def test_a_rank_that_never_comes_is_named_and_its_version_never_seen(bench: Benc
             with pytest.raises(VersionFailed) as failure:
                 trainer.wait_for("acme/late", waited, VersionState.READY, timeout=60)
             assert "no rank was active" in str(failure.value)
-            silent = (
-                "ranks 0 and 2 have not declared" if waited == number else "rank 0 has not pushed everything"
-            )
+            silent = "ranks 0 and 2 have not declared" if waited == number else "rank 0 has not pushed everything"
             assert silent in str(failure.value)
             assert str(failure.value).count("failed") + str(failure.value).count("given up") <= 2
             assert failure.value.message.count(f"@{waited}") == 1
@@ -112,9 +110,7 @@ def test_a_client_that_is_killed_in_mid_push_leaves_nothing_to_see(bench: Bench,
 
 
 @pytest.mark.parametrize("responses", [0, 1, 2])
-def test_an_engine_that_goes_away_in_mid_pull_keeps_no_memory(
-    bench: Bench, tmp_path: Path, responses: int
-) -> None:
+def test_an_engine_that_goes_away_in_mid_pull_keeps_no_memory(bench: Bench, tmp_path: Path, responses: int) -> None:
     with (
         running_service(tmp_path / "store") as running,
         RawClient(running.address) as raw,

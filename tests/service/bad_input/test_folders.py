@@ -47,9 +47,7 @@ DAMAGED: dict[str, bytes] = {
     "no offsets": safetensors_bytes({"a": entry(offsets=[])}, b"\0" * 8),
     "backwards": safetensors_bytes({"a": entry(offsets=[8, 0])}, b"\0" * 8),
     "negative": safetensors_bytes({"a": entry(offsets=[-8, 0])}, b"\0" * 8),
-    "infinite offset": safetensors_bytes(
-        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,1e999]}}', b"\0" * 8
-    ),
+    "infinite offset": safetensors_bytes(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,1e999]}}', b"\0" * 8),
     "shape and offsets disagree": safetensors_bytes({"a": entry(shape=[3])}, b"\0" * 8),
     "negative shape": safetensors_bytes({"a": entry(shape=[-1, -2])}, b"\0" * 8),
     "huge shape": safetensors_bytes({"a": entry(shape=[2**62, 2**62], offsets=[0, 2**126])}, b"\0" * 8),
@@ -116,9 +114,7 @@ def test_a_bad_index_is_refused_and_never_leaves_its_folder(
         bench.trainer.push_folder(model, tmp_path)
 
 
-def test_a_folder_without_weights_or_of_another_model_is_refused(
-    bench: Bench, tmp_path: Path, model: str
-) -> None:
+def test_a_folder_without_weights_or_of_another_model_is_refused(bench: Bench, tmp_path: Path, model: str) -> None:
     for folder, said in ((tmp_path / "nowhere", "there is no folder"), (tmp_path, r"config\.json")):
         with pytest.raises(NotFound):
             bench.trainer.push_folder(model, folder)

@@ -93,21 +93,15 @@ def test_a_message_that_is_no_layout_is_refused_and_spoils_nothing(
     assert_equal(bench.engine, model, number, bench.source.arrays)
 
 
-def test_a_layout_that_is_not_what_its_digest_says_is_refused(
-    bench: Bench, raw: RawClient, model: str
-) -> None:
+def test_a_layout_that_is_not_what_its_digest_says_is_refused(bench: Bench, raw: RawClient, model: str) -> None:
     layout = whole_layout(bench.source.arrays)
     with pytest.raises(LayoutError, match="digest"):
-        raw.declare_message(
-            model, raw.open(model), wire.layout_to_proto(layout, TensorSpace.HUGGING_FACE), "0" * 64
-        )
+        raw.declare_message(model, raw.open(model), wire.layout_to_proto(layout, TensorSpace.HUGGING_FACE), "0" * 64)
 
 
 def spoilt(layout: Layout, tensor: str, **changes: Any) -> Layout:
     """The layout with one tensor changed; its first shard fills what it is then."""
-    specs = {
-        name: replace(spec, **changes) if name == tensor else spec for name, spec in layout.tensors.items()
-    }
+    specs = {name: replace(spec, **changes) if name == tensor else spec for name, spec in layout.tensors.items()}
     shards = [
         p.shard._replace(tensor=specs[tensor].name, box=Box.whole(specs[tensor].shape)) if p.shard.tensor == tensor
         else p.shard
@@ -122,9 +116,7 @@ def layout_in(bench: Bench, space: str) -> Layout:
         return whole_layout(bench.source.arrays)
     layout = bench.trainer.describe_shards(GOOD)
     # a gated projection comes as two boxes: make it one, so that each tensor has one shard
-    return Layout.stream(
-        layout.tensors.values(), [Shard(n, Box.whole(s.shape)) for n, s in layout.tensors.items()]
-    )
+    return Layout.stream(layout.tensors.values(), [Shard(n, Box.whole(s.shape)) for n, s in layout.tensors.items()])
 
 
 CONTRADICTIONS: dict[str, Callable[[Layout, str], tuple[Layout, list[str]]]] = {
@@ -176,9 +168,7 @@ def test_what_nobody_holds_is_named_with_its_box(bench: Bench, raw: RawClient, m
         assert_never_visible(bench, model, number)
 
 
-def test_overlaps_and_boxes_that_a_rank_holds_twice_are_named(
-    bench: Bench, raw: RawClient, model: str
-) -> None:
+def test_overlaps_and_boxes_that_a_rank_holds_twice_are_named(bench: Bench, raw: RawClient, model: str) -> None:
     whole = whole_layout(bench.source.arrays)
     others = [p.shard for p in whole.placements if p.shard.tensor != EMBEDDING]
     all_of_it = Box.whole(bench.source.arrays[EMBEDDING].shape)
@@ -212,9 +202,7 @@ def test_megatron_cores_replicas_without_one_main_shard_are_named(
     assert_never_visible(bench, model, number)
 
 
-def test_an_error_with_the_longest_names_reaches_the_client_whole(
-    bench: Bench, raw: RawClient, model: str
-) -> None:
+def test_an_error_with_the_longest_names_reaches_the_client_whole(bench: Bench, raw: RawClient, model: str) -> None:
     # errors travel in headers, of which gRPC refuses those above 8 KiB
     good = whole_layout(bench.source.arrays)
     for letter in ("x", "é", "模", "🚂"):
@@ -254,9 +242,7 @@ def test_layers_and_experts_beyond_count_are_refused_by_name_and_at_once(
     spec = TensorSpec(name, parse("fp32"), (1 << 34, 64, 128))
     shards = [*(p.shard for p in good.placements), Shard(name, Box((0, 0, 0), (1, 64, 128)))]
     bad = Layout.stream([*good.tensors.values(), spec], shards)
-    restore = pb.RestoreRequest(
-        model=GOOD, version="latest", layout=wire.layout_to_proto(bad, TensorSpace.MEGATRON)
-    )
+    restore = pb.RestoreRequest(model=GOOD, version="latest", layout=wire.layout_to_proto(bad, TensorSpace.MEGATRON))
     numbers: list[int] = []
 
     def refuse() -> None:

@@ -37,16 +37,12 @@ def calls_with_model(raw: RawClient) -> dict[str, Callable[[str], Any]]:
         "refs": lambda n: raw.call(raw.models.ListRefs, m.ListRefsRequest(model=n)),
         "verify": lambda n: raw.call(raw.models.VerifyVersion, m.VerifyVersionRequest(model=n, version="1")),
         "open": lambda n: raw.open(n),
-        "declare": lambda n: raw.call(
-            raw.checkpoints.DeclareLayout, c.DeclareLayoutRequest(model=n, number=1)
-        ),
+        "declare": lambda n: raw.call(raw.checkpoints.DeclareLayout, c.DeclareLayoutRequest(model=n, number=1)),
         "push": lambda n: raw.push(n, 1, [(0, b"x")]),
         "push state": lambda n: raw.received(n, 1),
         "seal": lambda n: raw.seal(n, 1),
         "abort": lambda n: raw.call(raw.checkpoints.AbortVersion, c.AbortVersionRequest(model=n, number=1)),
-        "restore": lambda n: raw.call(
-            raw.checkpoints.Restore, c.RestoreRequest(model=n, version="1", layout=layout)
-        ),
+        "restore": lambda n: raw.call(raw.checkpoints.Restore, c.RestoreRequest(model=n, version="1", layout=layout)),
         "describe": lambda n: raw.call(raw.checkpoints.DescribeShards, c.DescribeShardsRequest(model=n)),
         "plan": lambda n: raw.call(raw.weights.PlanPull, w.PlanPullRequest(model=n, version="1")),
         "pull": lambda n: raw.call(raw.weights.Pull, w.PullRequest(model=n, version="1")),

@@ -69,9 +69,7 @@ def test_malformed_messages_and_unknown_methods_get_an_error_status(
                     except grpc.RpcError as error:
                         code = error.code()
                     # after the first, they may be messages with unknown fields only, which protobuf lets pass
-                    assert code is grpc.StatusCode.INVALID_ARGUMENT or (
-                        number and code is grpc.StatusCode.OK
-                    ), path
+                    assert code is grpc.StatusCode.INVALID_ARGUMENT or (number and code is grpc.StatusCode.OK), path
         with pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary("/weighbridge.v1.ModelService/Evil")(b"", timeout=60)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -29,17 +29,11 @@ def test_a_box_that_does_not_fit_is_refused_with_its_tensor(
         bench.engine.pull(GOOD, 1, Boxes([(EMBEDDING, offset, extent)]))
 
 
-@pytest.mark.parametrize(
-    ("size", "rank"), [(0, 0), (2, 2), (3, 0), (2**32 - 1, 0), (2**32 - 1, 2**32 - 1), (8, 0)]
-)
+@pytest.mark.parametrize(("size", "rank"), [(0, 0), (2, 2), (3, 0), (2**32 - 1, 0), (2**32 - 1, 2**32 - 1), (8, 0)])
 def test_a_parallelism_that_does_not_fit_is_refused(raw: RawClient, size: int, rank: int) -> None:
-    request = weight_service_pb2.LayoutRequest(
-        tensor_parallel=weight_service_pb2.TensorParallel(size=size, rank=rank)
-    )
+    request = weight_service_pb2.LayoutRequest(tensor_parallel=weight_service_pb2.TensorParallel(size=size, rank=rank))
     with pytest.raises(InvalidArgument):
-        raw.call(
-            raw.weights.PlanPull, weight_service_pb2.PlanPullRequest(model=GOOD, version="1", layout=request)
-        )
+        raw.call(raw.weights.PlanPull, weight_service_pb2.PlanPullRequest(model=GOOD, version="1", layout=request))
     if rank < size:  # the SDK refuses no size when it is made, but when it is sent
         assert TensorParallel(size, rank).size == size
     else:

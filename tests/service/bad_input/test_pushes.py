@@ -56,9 +56,7 @@ def test_a_push_that_stops_half_way_is_not_seen_and_can_be_resumed(
         raw.seal(model, number)
     assert "have not arrived" in str(caught.value)
     assert any("model.layers.1" in detail and "box [" in detail for detail in caught.value.details)
-    assert not any(
-        detail.startswith(EMBEDDING) for detail in caught.value.details
-    )  # it came first, and whole
+    assert not any(detail.startswith(EMBEDDING) for detail in caught.value.details)  # it came first, and whole
     raw.push(model, number, [(half + offset, data) for offset, data in cut(stream[half:])])
     raw.seal(model, number)
     assert_equal(bench.engine, model, number, bench.source.arrays)
@@ -133,9 +131,7 @@ def test_a_sealed_version_takes_nothing_more(bench: Bench, raw: RawClient, model
     assert_equal(bench.engine, model, number, arrays)
 
 
-def test_a_rank_that_is_sealed_takes_nothing_more_while_others_push(
-    bench: Bench, raw: RawClient, model: str
-) -> None:
+def test_a_rank_that_is_sealed_takes_nothing_more_while_others_push(bench: Bench, raw: RawClient, model: str) -> None:
     number, streams = two_ranks(bench, raw, model)
     raw.push(model, number, cut(streams[0]), rank=0)
     raw.seal(model, number, rank=0)
@@ -164,9 +160,7 @@ def two_ranks(bench: Bench, raw: RawClient, model: str) -> tuple[int, list[bytes
     return number, [stream_of(arrays, layouts[rank], answers[rank]) for rank in range(2)]
 
 
-def test_a_rank_that_does_not_exist_or_has_not_declared_is_refused(
-    bench: Bench, raw: RawClient, model: str
-) -> None:
+def test_a_rank_that_does_not_exist_or_has_not_declared_is_refused(bench: Bench, raw: RawClient, model: str) -> None:
     number = raw.open(model, ranks=2)
     layout = whole_layout(bench.source.arrays)
     for rank in (2, 2**31, 2**32 - 1):
@@ -227,18 +221,14 @@ def test_the_second_of_two_trainers_that_push_one_step_is_told_so(bench: Bench, 
             other.open(model, step=7, request_id="r/7", ranks=2)
 
 
-def test_a_request_id_that_stands_for_another_step_or_run_is_refused(
-    bench: Bench, raw: RawClient, model: str
-) -> None:
+def test_a_request_id_that_stands_for_another_step_or_run_is_refused(bench: Bench, raw: RawClient, model: str) -> None:
     raw.open(model, step=7, request_id="mine")
     for fields in ({"step": 8}, {"step": 7, "run": "other"}):
         with pytest.raises((InvalidArgument, AlreadyExists)):
             raw.open(model, request_id="mine", **fields)
 
 
-def test_a_restarted_trainer_that_pushes_a_durable_step_again_gets_a_new_version(
-    bench: Bench, model: str
-) -> None:
+def test_a_restarted_trainer_that_pushes_a_durable_step_again_gets_a_new_version(bench: Bench, model: str) -> None:
     numbers = []
     for _ in range(2):
         with RawClient(bench.running.address) as started_anew:
@@ -249,9 +239,7 @@ def test_a_restarted_trainer_that_pushes_a_durable_step_again_gets_a_new_version
         assert_equal(bench.engine, model, number, bench.source.arrays)
 
 
-def test_layouts_that_changed_since_the_last_push_are_never_mixed_with_those_of_then(
-    bench: Bench, model: str
-) -> None:
+def test_layouts_that_changed_since_the_last_push_are_never_mixed_with_those_of_then(bench: Bench, model: str) -> None:
     """Rank 1 declares new shards, of the same size as before, before rank 0 declares its old ones."""
     arrays = bench.source.arrays
     old = [rows_layout(arrays, rank, 2) for rank in range(2)]

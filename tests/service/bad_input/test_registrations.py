@@ -15,9 +15,7 @@ from tests.support.waiting import processor_seconds
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound
 
 
-@pytest.mark.parametrize(
-    "model_type", ["gpt2", "evil", "../../evil", "", None, 5, ["qwen3"], {"a": 1}, "x" * 10_000]
-)
+@pytest.mark.parametrize("model_type", ["gpt2", "evil", "../../evil", "", None, 5, ["qwen3"], {"a": 1}, "x" * 10_000])
 def test_a_model_type_without_a_map_is_refused_with_the_list_of_those_that_have_one(
     bench: Bench, model_type: Any
 ) -> None:

@@ -94,7 +94,9 @@ def test_a_repeated_request_does_not_delete_what_was_registered_since(
 def test_no_replica_knows_a_deleted_model_s_versions_for_those_of_its_successor(
     replicas: list[RunningService], narrow: TinyModel, wide: TinyModel
 ) -> None:
-    """One replica has the old version in memory; another one deletes the model, which is registered again with other tensors."""
+    """One replica has the old version in memory; another one deletes the model, which is registered again with other
+    tensors.
+    """
     holder, other = replicas
     push(holder, narrow)
     name = ModelName.parse(MODEL)
@@ -138,9 +140,7 @@ def test_a_model_is_deleted_while_a_thread_still_closes_a_version_that_was_given
     running, closing = replicas[0], Event()
     push(running, narrow)
     close = publisher.give_up
-    monkeypatch.setattr(
-        publisher, "give_up", lambda *call, **named: (closing.wait(30), close(*call, **named))[1]
-    )
+    monkeypatch.setattr(publisher, "give_up", lambda *call, **named: (closing.wait(30), close(*call, **named))[1])
     number = running.service.intake.opener.open_version(
         MODEL, step=2, run="r", ranks=2, request_id="q", client_id="c"
     ).number

@@ -29,9 +29,7 @@ def remembered(running: RunningService) -> list[str]:
     return [str(name) for name in running.service.catalog.known_models.names]
 
 
-def test_idle_models_are_forgotten_and_load_again_when_they_are_asked_for(
-    tmp_path: Path, source: TinyModel
-) -> None:
+def test_idle_models_are_forgotten_and_load_again_when_they_are_asked_for(tmp_path: Path, source: TinyModel) -> None:
     names = [f"acme/model-{number}" for number in range(4)]
     with running_service(tmp_path / "store") as running, TrainerClient(running.address) as trainer:
         for name in names:
@@ -81,9 +79,7 @@ def test_a_model_with_a_version_under_way_is_never_forgotten(tmp_path: Path, sou
             assert_equal(engine, name, number, source.arrays)
 
 
-def test_models_come_and_go_while_versions_of_all_of_them_are_pushed(
-    tmp_path: Path, source: TinyModel
-) -> None:
+def test_models_come_and_go_while_versions_of_all_of_them_are_pushed(tmp_path: Path, source: TinyModel) -> None:
     names = [f"acme/model-{number}" for number in range(6)]
     with (
         running_service(tmp_path / "store", kept_models=1) as running,

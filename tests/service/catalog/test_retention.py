@@ -1,4 +1,6 @@
-"""Does a running service keep the versions that its policy names, delete the others, and disturb no reader, over gRPC and HTTP?"""
+"""Does a running service keep the versions that its policy names, delete the others, and disturb no reader, over gRPC
+and HTTP?
+"""
 
 from __future__ import annotations
 
@@ -69,9 +71,7 @@ class Bench:
     def add(self, count: int = 1) -> None:
         for _ in range(count):
             self.pushed = number = self.pushed + 1
-            version = self.trainer.push_folder(MODEL, self.source(number).folder, step=number).wait(
-                timeout=60
-            )
+            version = self.trainer.push_folder(MODEL, self.source(number).folder, step=number).wait(timeout=60)
             assert (version.number, version.state) == (number, VersionState.DURABLE)
 
     def collect_after_grace(self) -> Collection:
@@ -435,9 +435,8 @@ def test_retention_on_the_command_line(local: Bench) -> None:
     shown = local.cli("retention", MODEL)
     assert (shown.exit_code, shown.output) == (0, f"{MODEL}: keeps everything\n")
     said = local.cli("retention", MODEL, "--keep-last", 1, "--keep-every-numbers", 2, "--keep-younger", "7d")
-    assert (
-        said.output
-        == f"{MODEL}: keeps the last 1, one of every 2 numbers, those younger than 7 d, what refs name or engines serve\n"
+    assert said.output == (
+        f"{MODEL}: keeps the last 1, one of every 2 numbers, those younger than 7 d, what refs name or engines serve\n"
     )
     assert local.trainer.retention(MODEL) == Retention(1, 2, 7 * 86400)
     assert local.cli("retention", MODEL).output == said.output

@@ -58,9 +58,7 @@ class Clock:
 def leases_in(store: ObjectStore) -> dict[str, int]:
     """End of each lease in Unix milliseconds, by the version's folder and the reader."""
     keys = list(store.list(SMOL.prefix + "leases/"))
-    return {
-        key.removeprefix(SMOL.prefix + "leases/"): json.loads(store.get(key)[0])["until_ms"] for key in keys
-    }
+    return {key.removeprefix(SMOL.prefix + "leases/"): json.loads(store.get(key)[0])["until_ms"] for key in keys}
 
 
 @pytest.fixture
@@ -191,13 +189,13 @@ MOST = GRACE.quarter_ms // 2 - 1
 @pytest.mark.slow
 @pytest.mark.parametrize("visits", [False, True])
 @pytest.mark.parametrize("rounds", [1, 4])
-@pytest.mark.parametrize(
-    "offsets", [(0, 0, 0), (-MOST, -MOST, MOST), (MOST, MOST, -MOST), (-MOST, MOST, -MOST)]
-)
+@pytest.mark.parametrize("offsets", [(0, 0, 0), (-MOST, -MOST, MOST), (MOST, MOST, -MOST), (-MOST, MOST, -MOST)])
 def test_no_reader_loses_its_version_whatever_the_clocks_say(
     tmp_path: Path, offsets: tuple[int, int, int], rounds: int, visits: bool
 ) -> None:
-    """Clocks differ, and leases come late, by less than a quarter of the grace time; a collector looks after each step."""
+    """Clocks differ, and leases come late, by less than a quarter of the grace time; a collector looks after each
+    step.
+    """
     for begins, retired in itertools.product((20, 21, 23), (-11, -4, -3, 0, 1, 5)):
         for steps in (3, 50):
             store = LocalStore(tmp_path / f"{begins}.{retired}.{steps}")

@@ -98,9 +98,7 @@ def test_a_version_goes_through_its_states_in_order(
     assert trainer.refs(MODEL) == {"live": number, "latest": number}
 
 
-def test_elements_that_are_not_finite_are_counted(
-    raw: RawClient, trainer: TrainerClient, source: TinyModel
-) -> None:
+def test_elements_that_are_not_finite_are_counted(raw: RawClient, trainer: TrainerClient, source: TinyModel) -> None:
     arrays = {name: array.copy() for name, array in source.arrays.items()}
     for count, (name, value) in enumerate(zip(arrays, (np.nan, np.inf, -np.inf), strict=False), start=1):
         arrays[name].reshape(-1)[:count] = value
@@ -211,9 +209,7 @@ def test_an_operator_may_give_up_a_version_that_the_store_refuses_and_it_stays_l
     eventually(lambda: trainer.version(MODEL, number).state is VersionState.FAILED)
 
 
-def test_versions_that_the_store_refuses_leave_their_memory_to_newer_ones(
-    tmp_path: Path, source: TinyModel
-) -> None:
+def test_versions_that_the_store_refuses_leave_their_memory_to_newer_ones(tmp_path: Path, source: TinyModel) -> None:
     room = 5 * sum(array.nbytes for array in source.arrays.values()) // 2
     with (
         running_service(tmp_path / "store", memory_budget=room, spill_budget=0, drain_seconds=0.5) as running,
@@ -229,9 +225,7 @@ def test_versions_that_the_store_refuses_leave_their_memory_to_newer_ones(
             third = raw.push_whole(MODEL, source.arrays)
             with pytest.raises(VersionFailed, match="its memory was needed for a newer version"):
                 trainer.wait_for(MODEL, first, VersionState.DURABLE, timeout=20)
-            assert [v.number for v in running.service.catalog.snapshots.not_durable if v.number < third] == [
-                second
-            ]
+            assert [v.number for v in running.service.catalog.snapshots.not_durable if v.number < third] == [second]
             assert_equal(engine, MODEL, "live", source.arrays)
         for number in (second, third):
             trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=60)
@@ -243,7 +237,5 @@ def test_an_abort_that_takes_too_long_says_so(
     number = raw.open(MODEL)
     [session] = running.service.registry.of_version(NAME, number)
     monkeypatch.setattr(session, "_take", lambda _event: None)  # nothing that happens is taken note of
-    with pytest.raises(
-        DeadlineExceeded, match=r"could not be given up in time: .*waits for rank 0 to declare"
-    ):
+    with pytest.raises(DeadlineExceeded, match=r"could not be given up in time: .*waits for rank 0 to declare"):
         answered(running.service.intake.abort_version(MODEL, number, "not wanted", 0.2))

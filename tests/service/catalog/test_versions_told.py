@@ -46,9 +46,7 @@ def source(tmp_path: Path) -> TinyModel:
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        registered_model, "lay_out_files", functools.partial(lay_out_files, max_shard_bytes=FILE_BYTES)
-    )
+    monkeypatch.setattr(registered_model, "lay_out_files", functools.partial(lay_out_files, max_shard_bytes=FILE_BYTES))
 
 
 @contextlib.contextmanager
@@ -91,9 +89,7 @@ def test_a_durable_version_is_told_alike_at_each_replica_and_after_a_restart(
     with serving(tmp_path / "store", 3) as running, ExitStack() as stack:
         trainer = stack.enter_context(TrainerClient(running[0].address))
         trainer.register_files(MODEL, source.files)
-        clients = [
-            stack.enter_context(RawClient(running[rank if spread else 0].address)) for rank in range(2)
-        ]
+        clients = [stack.enter_context(RawClient(running[rank if spread else 0].address)) for rank in range(2)]
         number = push_all(clients, source.arrays, rows_layout, 2, "r/1")
         trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=30)
         eventually(lambda: not any(each.service.catalog.snapshots.unfinished for each in running))
@@ -148,9 +144,7 @@ def test_an_aborted_version_is_told_as_aborted_at_each_replica_and_after_a_resta
         assert told(restarted, number) == first
 
 
-def test_replicas_that_receive_one_version_all_say_that_it_was_aborted(
-    tmp_path: Path, source: TinyModel
-) -> None:
+def test_replicas_that_receive_one_version_all_say_that_it_was_aborted(tmp_path: Path, source: TinyModel) -> None:
     with serving(tmp_path / "store", 2) as running, ExitStack() as stack:
         trainers = [stack.enter_context(TrainerClient(each.address)) for each in running]
         trainers[0].register_files(MODEL, source.files)
@@ -169,9 +163,7 @@ def test_replicas_that_receive_one_version_all_say_that_it_was_aborted(
         assert told(running[0], number)["state"] == "aborted"
 
 
-def test_a_version_that_is_aborted_and_opened_again_at_once_stays_aborted(
-    tmp_path: Path, source: TinyModel
-) -> None:
+def test_a_version_that_is_aborted_and_opened_again_at_once_stays_aborted(tmp_path: Path, source: TinyModel) -> None:
     with serving(tmp_path / "store", 2) as running, ExitStack() as stack:
         trainer = stack.enter_context(TrainerClient(running[0].address))
         trainer.register_files(MODEL, source.files)

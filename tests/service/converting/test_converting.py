@@ -160,9 +160,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("family", "tied", "overrides"), FAMILIES, ids=[name for name, *_ in FAMILIES])
-def test_what_comes_back_is_what_went(
-    tmp_path: Path, family: str, tied: bool, overrides: dict[str, Any]
-) -> None:
+def test_what_comes_back_is_what_went(tmp_path: Path, family: str, tied: bool, overrides: dict[str, Any]) -> None:
     skip_if_saved_otherwise(family)
     config, weights = weights_of(family, tied=tied, torch_dtype="bfloat16", **overrides)
     weights = {
@@ -205,9 +203,7 @@ def test_models_with_images_and_stacked_experts_come_back(tmp_path: Path, key: s
     assert any(name.endswith("self_attention.linear_qkv.weight") for name in tensors)
 
 
-def test_constants_are_added_to_elements_that_units_cut_into(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_constants_are_added_to_elements_that_units_cut_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm that Megatron-core has less one, in units and gathers that begin and end inside an element."""
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 4)
     experts = {"num_experts": 2, "moe_intermediate_size": 2, "shared_expert_intermediate_size": 2}
@@ -242,7 +238,9 @@ def test_a_value_head_comes_back(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """A model, and folders with checkpoints of it: each with its layers' spec, and whether layers have keys of their own."""
+    """A model, and folders with checkpoints of it: each with its layers' spec, and whether layers have keys of their
+    own.
+    """
 
     config: PretrainedConfig
     weights: dict[str, Tensor]
@@ -275,9 +273,7 @@ def _fill_and_load(rank: int, parallel: Parallel, cases: list[Saved]) -> list[st
             found = parameters(model)
             assert found.keys() == expected.keys()
             different += [
-                f"{folder}: {name}"
-                for name, tensor in expected.items()
-                if not torch.equal(found[name], tensor)
+                f"{folder}: {name}" for name, tensor in expected.items() if not torch.equal(found[name], tensor)
             ]
     return different
 
@@ -376,9 +372,7 @@ def test_transformers_loads_what_megatron_has_saved(
 def test_a_checkpoint_without_multi_token_prediction_gives_a_model_without_it(tmp_path: Path) -> None:
     config, weights = weights_of("deepseek_v3_mtp", tied=False)
     plain = {
-        name: tensor
-        for name, tensor in weights.items()
-        if not name.startswith(("model.layers.4.", "model.layers.5."))
+        name: tensor for name, tensor in weights.items() if not name.startswith(("model.layers.4.", "model.layers.5."))
     }
     source = hf_folder(tmp_path / "hf", config, plain)
     convert_folder(source, tmp_path / "checkpoint")
@@ -474,9 +468,7 @@ def _rename(weights: dict[str, Tensor], name: str, new: str) -> None:
         ),
     ],
 )
-def test_a_folder_that_is_not_the_model_is_refused_by_name(
-    tmp_path: Path, change: Change, message: str
-) -> None:
+def test_a_folder_that_is_not_the_model_is_refused_by_name(tmp_path: Path, change: Change, message: str) -> None:
     config, weights = weights_of("deepseek_v3_mtp", tied=False)
     change(weights)
     source = hf_folder(tmp_path / "hf", config, weights)
@@ -512,9 +504,7 @@ Parts = tuple[list[Shard], dict[str, Tensor]]
 def _without(name: str, *leading: int) -> Callable[[Parts], object]:
     def change(parts: Parts) -> None:
         parts[0][:] = [
-            shard
-            for shard in parts[0]
-            if not (shard.tensor == name and shard.box.offset[: len(leading)] == leading)
+            shard for shard in parts[0] if not (shard.tensor == name and shard.box.offset[: len(leading)] == leading)
         ]
         if not any(shard.tensor == name for shard in parts[0]):
             del parts[1][name]
@@ -539,9 +529,7 @@ def _with(name: str, tensor: Tensor, box: Box) -> Callable[[Parts], object]:
         (_without("mtp.layers.1.eh_proj.weight"), r"layers\.5\.eh_proj\.weight .* has no source"),
         (_with(FC2, torch.empty(0), Box((3, 1, 0), (1, 1, 48))), "occurs twice"),
         (
-            _with(
-                FC2.replace("experts.linear", "experts.3.linear"), torch.zeros(64, 48), Box.whole((64, 48))
-            ),
+            _with(FC2.replace("experts.linear", "experts.3.linear"), torch.zeros(64, 48), Box.whole((64, 48))),
             r"experts\.3\.down_proj\.weight .* would be written twice",
         ),
         (
@@ -629,9 +617,7 @@ def test_a_second_copy_of_a_tied_tensor_is_compared_and_left_out(tmp_path: Path)
     config, weights = weights_of("qwen2", tied=True)
     source = hf_folder(tmp_path / "hf", config, weights)
     plain = load_file(source / "model.safetensors")
-    save_file(
-        {**plain, "lm_head.weight": plain["model.embed_tokens.weight"].clone()}, source / "model.safetensors"
-    )
+    save_file({**plain, "lm_head.weight": plain["model.embed_tokens.weight"].clone()}, source / "model.safetensors")
 
     report = convert_folder(source, tmp_path / "checkpoint")
     convert_folder(tmp_path / "checkpoint", tmp_path / "back")
@@ -643,9 +629,7 @@ def test_a_second_copy_of_a_tied_tensor_is_compared_and_left_out(tmp_path: Path)
         with EngineClient(running.address) as engine:
             same(dict(engine.pull("acme/tied")), plain)
         save_file({**plain, "lm_head.weight": torch.zeros(128, 64)}, source / "model.safetensors")
-        with pytest.raises(
-            InvalidArgument, match=r"lm_head\.weight is not the same as model\.embed_tokens\.weight"
-        ):
+        with pytest.raises(InvalidArgument, match=r"lm_head\.weight is not the same as model\.embed_tokens\.weight"):
             trainer.import_folder("acme/tied", source)
     with pytest.raises(DataLoss, match=r"lm_head\.weight is not the same"):
         convert_folder(source, tmp_path / "other")
@@ -684,9 +668,7 @@ def test_bytes_at_any_place_are_copied_and_their_neighbours_are_left_alone(
     randomness = random.Random(7)
     source, size, buffer_bytes = randomness.randbytes(100_000), 120_000, 16 << 10
     (tmp_path / "source").write_bytes(source)
-    working = worker.Worker(
-        worker.Job((str(tmp_path / "source"),), str(tmp_path), buffer_bytes), io.BytesIO()
-    )
+    working = worker.Worker(worker.Job((str(tmp_path / "source"),), str(tmp_path), buffer_bytes), io.BytesIO())
     for number in range(200):
         before = randomness.randbytes(size)
         (tmp_path / "target").write_bytes(before)
@@ -941,9 +923,7 @@ def test_a_conversion_by_other_rules_does_not_go_on_with_what_was_begun(
         patch.setattr(Llama, "rules", up_before_gate)
         bridges._cached_bridge.cache_clear()
         try:
-            with pytest.raises(
-                FailedPrecondition, match="left over from a conversion of a different source"
-            ) as caught:
+            with pytest.raises(FailedPrecondition, match="left over from a conversion of a different source") as caught:
                 begin(llama, target)
         finally:
             bridges._cached_bridge.cache_clear()
@@ -976,9 +956,7 @@ def test_a_target_that_appears_meanwhile_is_not_overwritten(tmp_path: Path, llam
     same(loaded(tmp_path / "back"), loaded(llama))
 
 
-def test_the_current_folder_may_be_the_target(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_current_folder_may_be_the_target(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     convert_folder(llama, Path("."))
@@ -1050,7 +1028,10 @@ def _convert(begun: Connection, source: Path, target: Path) -> None:
 
 
 def converted(source: Path, target: Path, kill_after: float | None = None) -> tuple[int, float]:
-    """Convert in a process; its exit code and duration in seconds. It and its workers are killed after ``kill_after`` seconds."""
+    """Convert in a process; its exit code and duration in seconds.
+
+    It and its workers are killed after ``kill_after`` seconds.
+    """
     context = forking()
     begins, begun = context.Pipe(duplex=False)
     # not a daemon, which could start no workers

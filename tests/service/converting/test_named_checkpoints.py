@@ -1,6 +1,7 @@
 """Do FSDP checkpoints with Hugging Face's names become the model that was trained, in a folder and in a service?
 
-Real ranks over gloo save them by torch's own means, as verl and torchtitan do. What comes out is compared with what torch gathers.
+Real ranks over gloo save them by torch's own means, as verl and torchtitan do. What comes out is compared with what
+torch gathers.
 """
 
 from __future__ import annotations
@@ -191,9 +192,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield running
 
 
-@pytest.mark.parametrize(
-    "name", ["tp_fsdp", "fsdp1", "tied", "stacked_0", "dcp_tied", "dcp_titan", "dcp_stacked_0"]
-)
+@pytest.mark.parametrize("name", ["tp_fsdp", "fsdp1", "tied", "stacked_0", "dcp_tied", "dcp_titan", "dcp_stacked_0"])
 def test_a_checkpoint_is_imported_as_a_version(
     saved: tuple[Path, dict[str, dict[str, Tensor]]], service: Any, name: str
 ) -> None:
@@ -286,9 +285,7 @@ def test_a_model_without_a_weight_map_is_taken_as_it_is(
         _same(load_file(tmp_path / name / "model.safetensors"), gathered[name])
 
 
-def test_the_config_lies_where_verl_writes_it(
-    saved: tuple[Path, dict[str, dict[str, Tensor]]], tmp_path: Path
-) -> None:
+def test_the_config_lies_where_verl_writes_it(saved: tuple[Path, dict[str, dict[str, Tensor]]], tmp_path: Path) -> None:
     folder, gathered = saved
     shutil.copytree(folder / "hsdp", tmp_path / "global_step_10/actor")
     CONFIGS["untied"].save_pretrained(tmp_path / "global_step_10/actor/huggingface")
@@ -489,19 +486,12 @@ def test_ranks_that_disagree_about_a_tensor_are_named(
         convert_folder(source, tmp_path / "hf", options)
 
 
-def test_a_tied_copy_that_differs_is_refused(
-    saved: tuple[Path, dict[str, dict[str, Tensor]]], tmp_path: Path
-) -> None:
-    state = {
-        name: tensor.clone()
-        for name, tensor in tiny_model(CONFIGS["tied"], seed=5).float().state_dict().items()
-    }
+def test_a_tied_copy_that_differs_is_refused(saved: tuple[Path, dict[str, dict[str, Tensor]]], tmp_path: Path) -> None:
+    state = {name: tensor.clone() for name, tensor in tiny_model(CONFIGS["tied"], seed=5).float().state_dict().items()}
     state["lm_head.weight"] += 1
     dcp.save({"model": state}, checkpoint_id=tmp_path / "differs", no_dist=True)
     with pytest.raises(DataLoss, match=r"lm_head\.weight is not the same"):
-        convert_folder(
-            tmp_path / "differs", tmp_path / "hf", ConvertOptions(config=saved[0] / "configs/tied")
-        )
+        convert_folder(tmp_path / "differs", tmp_path / "hf", ConvertOptions(config=saved[0] / "configs/tied"))
 
 
 # -- without a weight map --------------------------------------------------------------------------------------------------
@@ -516,12 +506,8 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("wrapper", WRAPPED)
-@pytest.mark.parametrize(
-    "top", ["model", "state_dict", ""], ids=["under model", "under state_dict", "at the top"]
-)
-def test_names_of_a_type_without_a_map_are_those_of_the_module(
-    tmp_path: Path, wrapper: str, top: str
-) -> None:
+@pytest.mark.parametrize("top", ["model", "state_dict", ""], ids=["under model", "under state_dict", "at the top"])
+def test_names_of_a_type_without_a_map_are_those_of_the_module(tmp_path: Path, wrapper: str, top: str) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config/config.json").write_text('{"model_type": "unheard-of"}')
     weights = {"layers.0.w": torch.rand(3, 2), "layers.1.w": torch.rand(2), "head": torch.rand(4)}

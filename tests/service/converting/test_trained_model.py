@@ -1,4 +1,6 @@
-"""Is a config compared with the arguments that Megatron-LM has noted in a checkpoint, where tensors of the same shapes do not tell models apart?"""
+"""Is a config compared with the arguments that Megatron-LM has noted in a checkpoint, where tensors of the same shapes
+do not tell models apart?
+"""
 
 from __future__ import annotations
 
@@ -83,9 +85,7 @@ class Backend(enum.Enum):
 
 
 def noted() -> argparse.Namespace:
-    return argparse.Namespace(
-        **ARGS, params_dtype=torch.bfloat16, backend=Backend.FLASH, made_by=print, names=["a"]
-    )
+    return argparse.Namespace(**ARGS, params_dtype=torch.bfloat16, backend=Backend.FLASH, made_by=print, names=["a"])
 
 
 @pytest.mark.parametrize("entry", [False, True], ids=["common.pt", "an entry, as of 0.19"])

@@ -79,9 +79,7 @@ def test_what_another_replica_has_heard_counts_from_when_it_has_heard_it() -> No
     told = after_report(None, OWNER, REPORT, 1000.0, ms(1000), age_s=14.0, here=False)
     assert standing(told, 16, 1002.0, LEASES) == "stale"
     here = heard(1000.0)
-    assert after_report(here, OWNER, REPORT, 1001.0, ms(1001), age_s=3.0, here=False) is here, (
-        "it is not newer"
-    )
+    assert after_report(here, OWNER, REPORT, 1001.0, ms(1001), age_s=3.0, here=False) is here, "it is not newer"
 
 
 def test_a_state_begins_when_it_began_and_reports_that_are_late_do_not_move_that() -> None:
@@ -124,9 +122,7 @@ def test_what_an_engine_drafts_by_is_kept_of_the_drafters_model_and_of_no_other(
 
 def test_a_clock_that_is_set_back_ends_no_lease_and_is_followed() -> None:
     before = heard(1000.0)
-    after = after_report(
-        before, OWNER, replace(REPORT, beat=4, state_seconds=45.0), 1005.0, ms(1005) - 3_600_000
-    )
+    after = after_report(before, OWNER, replace(REPORT, beat=4, state_seconds=45.0), 1005.0, ms(1005) - 3_600_000)
     assert standing(after, 16, 1006.0, LEASES) == "current"
     assert after.since_ms == ms(960) - 3_600_000
 
@@ -153,9 +149,7 @@ def test_who_may_only_pull_does_not_keep_ever_more_versions() -> None:
         *range(1002 - MOST_KEPT, 1001),
     ]
     other = after_report(None, Owner("other", "10.0.0.8"), replace(REPORT, version=5), 1000.0, ms(1000))
-    assert 5 in served([*greedy, other], REPORT.model, 1000.0, LEASES), (
-        "each owner's engines count by themselves"
-    )
+    assert 5 in served([*greedy, other], REPORT.model, 1000.0, LEASES), "each owner's engines count by themselves"
 
 
 PARTS = {"wait": 0.1, "stage": 2.0, "agree": 0.2, "pause": 0.3, "apply": 0.4, "resume": 0.5, "confirm": 0.5}

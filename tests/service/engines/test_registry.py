@@ -104,9 +104,7 @@ def test_only_what_was_not_known_is_news(registry: EngineRegistry) -> None:
     assert not registry.take(OTHER, report(0, beat=2, version=16))[1], "it is an older one"
 
 
-def test_an_agent_that_counts_anew_is_heard_once_the_one_before_is_gone(
-    registry: EngineRegistry, clock: Clock
-) -> None:
+def test_an_agent_that_counts_anew_is_heard_once_the_one_before_is_gone(registry: EngineRegistry, clock: Clock) -> None:
     registry.take(OTHER, report(0, beat=1000, version=16))
     registry.take(OTHER, report(0, beat=1, version=17))
     assert registry.all()[0].report.version == 16

@@ -1,4 +1,6 @@
-"""Does a running service know its engines by what their agents report, and show each to those alone who may look at its model?"""
+"""Does a running service know its engines by what their agents report, and show each to those alone who may look at its
+model?
+"""
 
 from __future__ import annotations
 
@@ -122,9 +124,7 @@ def test_many_engines_come_page_by_page(client: EngineClient) -> None:
     assert [each.engine_id for each in found] == [f"e{number}" for number in range(1005)]
 
 
-def test_pages_leave_no_engine_out_while_others_come_and_go(
-    running: RunningService, client: EngineClient
-) -> None:
+def test_pages_leave_no_engine_out_while_others_come_and_go(running: RunningService, client: EngineClient) -> None:
     def come(number: int, **more: object) -> None:
         report(client, replace(REPORT, engine_id=f"e{number}", address=f"http://node{number}:8000", **more))
 
@@ -181,9 +181,7 @@ def test_who_may_pull_reports_and_who_may_look_sees(tmp_path: Path, source: Tiny
         def as_(name: str) -> EngineClient:
             return EngineClient(running.address, credentials=Credentials(token=given[name], insecure=True))
 
-        with TrainerClient(
-            running.address, credentials=Credentials(token=given["owner"], insecure=True)
-        ) as trainer:
+        with TrainerClient(running.address, credentials=Credentials(token=given["owner"], insecure=True)) as trainer:
             trainer.import_folder(MODEL, source.folder).wait(timeout=60)
         with as_("agent") as agent, as_("looker") as looker, as_("other") as other:
             report(agent, REPORT)
@@ -195,9 +193,7 @@ def test_who_may_pull_reports_and_who_may_look_sees(tmp_path: Path, source: Tiny
                 with pytest.raises(PermissionDenied):
                     report(refused, REPORT)
     lines = log.read_text().splitlines()
-    assert [line for line in lines if "ReportEngine" in line and '"OK"' in line] == [], (
-        "one every 5 s says nothing"
-    )
+    assert [line for line in lines if "ReportEngine" in line and '"OK"' in line] == [], "one every 5 s says nothing"
     assert len([line for line in lines if "ReportEngine" in line and "PERMISSION_DENIED" in line]) == 2
 
 
@@ -230,9 +226,7 @@ def test_a_reporter_tells_what_changes_at_once_and_that_it_ends(client: EngineCl
     assert (only(client).state, only(client).standing) == ("ended", "gone")
 
 
-def test_a_service_that_was_killed_and_started_again_knows_its_engines_again(
-    tmp_path: Path, source: TinyModel
-) -> None:
+def test_a_service_that_was_killed_and_started_again_knows_its_engines_again(tmp_path: Path, source: TinyModel) -> None:
     service = KillableService(tmp_path / "store", report_every=0.5)
     service.start()
     with EngineClient(service.address) as client:
@@ -274,9 +268,7 @@ def test_a_service_that_takes_no_reports_is_told_of_once(
     reporter.say(state="failing")
     reporter.close()
     [said] = [each for each in caplog.messages if "does not accept reports" in each]
-    assert said.startswith(
-        "the service does not accept reports of this engine yet: there is no model acme/none"
-    )
+    assert said.startswith("the service does not accept reports of this engine yet: there is no model acme/none")
     assert "What to do" not in said, "its trainer registers it"
 
 
@@ -300,9 +292,7 @@ def test_what_a_live_engine_serves_is_kept_until_it_is_gone(
     assert client.collect(MODEL).retired == (1, 2)
 
 
-def test_what_a_live_engine_drafts_by_is_kept_for_agents_that_may_pull_it(
-    tmp_path: Path, source: TinyModel
-) -> None:
+def test_what_a_live_engine_drafts_by_is_kept_for_agents_that_may_pull_it(tmp_path: Path, source: TinyModel) -> None:
     given = {name: tokens.new_token() for name in ("owner", "both", "policy")}
     drafter = "acme/eagle"
     policy = policy_file(

@@ -1,16 +1,16 @@
 """Families that Megatron-core cannot build on CPU: do their shards, by the published conventions, come out right?
 
 Gemma 3, Qwen2.5-VL and Llama 4 need Transformer Engine or attention that the local layer spec lacks, so no model is run
-here. Instead this file writes down, tensor by tensor, what such a model's ranks hold, and makes the `ShardedTensor`s with
-Megatron-core's own constructor. The conventions are:
+here. Instead this file writes down, tensor by tensor, what such a model's ranks hold, and makes the `ShardedTensor`s
+with Megatron-core's own constructor. The conventions are:
 
-- of megatron-core 0.16's `dist_checkpointing`: layers stacked under one key as a prepended axis where all are alike and one
-  key a layer where not, experts a prepended axis, SwiGLU's halves cut each by itself, norms under the linear layer behind
-  them as Transformer Engine has them, a tied output layer as a replica of the embedding;
-- of mbridge 0.15.1's models for Gemma 3 and Qwen2.5-VL: `language_model.` and `vision_model.`, the latter cut like the former
-  and all of it on the first stage;
-- of Megatron-core's `GPTModel` for Llama 4's language model: fc1 and fc2 of an expert are transformers' matrices transposed.
-  The vision tower stays as transformers has it, on every rank of the first stage;
+- of megatron-core 0.16's `dist_checkpointing`: layers stacked under one key as a prepended axis where all are alike and
+  one key a layer where not, experts a prepended axis, SwiGLU's halves cut each by itself, norms under the linear layer
+  behind them as Transformer Engine has them, a tied output layer as a replica of the embedding;
+- of mbridge 0.15.1's models for Gemma 3 and Qwen2.5-VL: `language_model.` and `vision_model.`, the latter cut like the
+  former and all of it on the first stage;
+- of Megatron-core's `GPTModel` for Llama 4's language model: fc1 and fc2 of an expert are transformers' matrices
+  transposed. The vision tower stays as transformers has it, on every rank of the first stage;
 - of Megatron-Bridge for the families of `tests.support.published_families`.
 
 Nothing here is computed by Weighbridge or mbridge: query, key and value are interleaved by hand.
@@ -188,9 +188,7 @@ def qwen2_5_vl(weights: Weights) -> Iterator[Held]:
 
 def llama4(weights: Weights) -> Iterator[Held]:
     prefix = "language_model."
-    yield from llama4_text(
-        {n.removeprefix(prefix): t for n, t in weights.items() if n.startswith(prefix)}, prefix
-    )
+    yield from llama4_text({n.removeprefix(prefix): t for n, t in weights.items() if n.startswith(prefix)}, prefix)
     for name, tensor in weights.items():
         if not name.startswith(prefix):
             yield Held(name, tensor, stage="first")
@@ -299,9 +297,7 @@ def saved(model: Any, folder: Path) -> Weights:
     published = dict(weights)
     if any(name.startswith("vision_tower.embeddings.") for name in weights):
         # transformers 5 has not loaded this model, and so does not know the prefix that published files have
-        published = {
-            re.sub(r"^vision_tower\.", "vision_tower.vision_model.", n): t for n, t in weights.items()
-        }
+        published = {re.sub(r"^vision_tower\.", "vision_tower.vision_model.", n): t for n, t in weights.items()}
     for name, tensor in weights.items():
         if name.endswith(".experts.gate_up_proj") and tensor.shape[1] != TEXT["hidden_size"]:
             # nor which way round these have the experts
@@ -383,9 +379,7 @@ def restore_on_all(address: str, name: str, held: Sequence[Held], grid: Grid, nu
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_config_of_qwen2_5_vl_may_be_flat_as_published(
-    service: FamilyService, tmp_path: Path, tied: bool
-) -> None:
+def test_a_config_of_qwen2_5_vl_may_be_flat_as_published(service: FamilyService, tmp_path: Path, tied: bool) -> None:
     qwen2_5_vl_model(tied).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     text = config.pop("text_config")

@@ -1,7 +1,7 @@
 """Do models that only transformers 5 knows have the names, and compute what its own models do?
 
-They are made of parts of transformers 4, and so are the shapes of their maps; transformers' own are the independent answer. Run by ``make
-test-transformers``, which has an environment with the newest.
+They are made of parts of transformers 4, and so are the shapes of their maps; transformers' own are the independent
+answer. Run by ``make test-transformers``, which has an environment with the newest.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ model.save_pretrained(sys.argv[4])
 TOLERANCE = 1e-4
 
 
-@pytest.mark.skipif(
-    PYTHON is None, reason="make test-transformers names an environment with other transformers"
-)
+@pytest.mark.skipif(PYTHON is None, reason="make test-transformers names an environment with other transformers")
 @pytest.mark.parametrize("family", LATER)
 def test_a_model_of_parts_of_transformers_4_is_that_of_transformers_5(tmp_path: Path, family: str) -> None:
     config = tiny_config(family, tied=False)
@@ -47,9 +45,7 @@ def test_a_model_of_parts_of_transformers_4_is_that_of_transformers_5(tmp_path: 
     (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
     torch.save(ids, tmp_path / "ids.pt")
     found, again = tmp_path / "logits.pt", tmp_path / "again"
-    subprocess.run(
-        [str(PYTHON), "-W", "ignore", "-c", LOAD, tmp_path, tmp_path / "ids.pt", found, again], check=True
-    )
+    subprocess.run([str(PYTHON), "-W", "ignore", "-c", LOAD, tmp_path, tmp_path / "ids.pt", found, again], check=True)
     assert (torch.load(found) - logits).abs().max() < TOLERANCE
     saved = load_file(again / "model.safetensors")
     assert {n: t.shape for n, t in saved.items()} == {n: t.shape for n, t in weights.items()}

@@ -1,7 +1,8 @@
 """Are the maps of all families those that stores know, whatever transformers makes them?
 
-`data/family_maps.json` has configs as transformers 4.57 and 5.23 (of qwen3_next 5.19) write them, and of each the identity that heads keep and a digest
-of the slices that engines pull, as they were made with transformers 4.57. `make test-transformers` compares the newest with them.
+`data/family_maps.json` has configs as transformers 4.57 and 5.23 (of qwen3_next 5.19) write them, and of each the
+identity that heads keep and a digest of the slices that engines pull, as they were made with transformers 4.57.
+`make test-transformers` compares the newest with them.
 """
 
 from __future__ import annotations
@@ -63,9 +64,7 @@ def test_a_process_of_its_own_makes_the_same_maps() -> None:
         process.close()
 
 
-@pytest.mark.skipif(
-    PYTHON is None, reason="make test-transformers names an environment with other transformers"
-)
+@pytest.mark.skipif(PYTHON is None, reason="make test-transformers names an environment with other transformers")
 @pytest.mark.timeout(600)
 def test_other_transformers_make_the_same_maps() -> None:
     done = subprocess.run(
@@ -73,6 +72,4 @@ def test_other_transformers_make_the_same_maps() -> None:
         cwd=FILE.parents[2], stdout=subprocess.PIPE, check=True,
     )  # fmt: skip
     found = json.loads(done.stdout)
-    assert found == {
-        name: {"identity": known["identity"], "slices": known["slices"]} for name, known in KNOWN.items()
-    }
+    assert found == {name: {"identity": known["identity"], "slices": known["slices"]} for name, known in KNOWN.items()}

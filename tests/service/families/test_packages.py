@@ -155,9 +155,7 @@ def test_built_in_families_need_no_installation_and_packages_bring_more(tmp_path
     assert found.pop("mine") == found["llama"] == "Llama"
     documented = (root / "docs/families.md").read_text("utf-8").partition("## A family")[0]
     rows = [
-        line.split("|")[1]
-        for line in documented.splitlines()
-        if line.startswith("| `") and "model_type" not in line
+        line.split("|")[1] for line in documented.splitlines() if line.startswith("| `") and "model_type" not in line
     ]
     assert found.keys() == {name.strip("` ") for row in rows for name in row.split(",")}
 

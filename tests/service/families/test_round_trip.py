@@ -1,12 +1,12 @@
 """Mixtures of experts, latent attention, multi-token prediction, value heads: from Hugging Face to Megatron and back?
 
-As in `test_round_trip`, but with every family that Megatron-core can build on CPU, and every way to cut one: a folder is
-imported, real ranks restore from it and compute what transformers computes, push what they hold, which is then the
-folder bit for bit, change every weight, and push again. Every job runs many models, for its start takes longer than they
-do; the form of Megatron's keys changes from model to model and from job to job, so that each meets each.
+As in `test_round_trip`, but with every family that Megatron-core can build on CPU, and every way to cut one: a folder
+is imported, real ranks restore from it and compute what transformers computes, push what they hold, which is then the
+folder bit for bit, change every weight, and push again. Every job runs many models, for its start takes longer than
+they do; the form of Megatron's keys changes from model to model and from job to job, so that each meets each.
 
-transformers neither computes nor saves layers of multi-token prediction: these are `tests.support.reference.MtpReference`'s, in
-folders written by hand.
+transformers neither computes nor saves layers of multi-token prediction: these are
+`tests.support.reference.MtpReference`'s, in folders written by hand.
 """
 
 from __future__ import annotations
@@ -223,9 +223,7 @@ def save_folder(
     folder: Path, config: PretrainedConfig, weights: Mapping[str, Tensor], model_type: str | None = None
 ) -> None:
     # copies that prediction layers have share memory with the model's own, which safetensors does not write
-    save_file(
-        {name: t.clone() for name, t in weights.items()}, folder / "model.safetensors", {"format": "pt"}
-    )
+    save_file({name: t.clone() for name, t in weights.items()}, folder / "model.safetensors", {"format": "pt"})
     fields = {**config.to_dict(), "model_type": model_type or config.model_type}
     (folder / "config.json").write_text(json.dumps(fields))
 
@@ -248,9 +246,7 @@ def _rank(
     with TrainerClient(address, run=run) as trainer:
         for case in cases:
             stages = [None] if parallel.vpp is None else range(parallel.vpp)
-            chunks = [
-                build_family_model(case.config, parallel, vp_stage=stage, **case.options) for stage in stages
-            ]
+            chunks = [build_family_model(case.config, parallel, vp_stage=stage, **case.options) for stage in stages]
             with torch.no_grad():
                 for tensor in weights_of(chunks):
                     tensor.fill_(torch.nan)  # what is not restored shows
@@ -306,9 +302,7 @@ def test_weights_go_to_megatron_and_back_bit_for_bit(
                 assert (one - other).abs().max() < TOLERANCE, original.name
         ((same, changed),) = {tuple(numbers) for _, *numbers in found}
         assert_holds(service, original.name, same, original.weights)
-        assert_holds(
-            service, original.name, changed, {n: multiplied(n, t) for n, t in original.weights.items()}
-        )
+        assert_holds(service, original.name, changed, {n: multiplied(n, t) for n, t in original.weights.items()})
 
 
 def multiplied(name: str, weight: Tensor) -> Tensor:
@@ -448,9 +442,7 @@ def test_what_ranks_of_a_hybrid_model_are_said_to_hold_is_what_megatron_says(par
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3_mtp", "glm4_moe_mtp"])
-def test_expert_biases_stay_float32_among_bfloat16_weights(
-    service: FamilyService, tmp_path: Path, family: str
-) -> None:
+def test_expert_biases_stay_float32_among_bfloat16_weights(service: FamilyService, tmp_path: Path, family: str) -> None:
     """As DeepSeek and GLM publish them, and as Megatron-core keeps them."""
     config, exact, _ = language_model(family)
     config.torch_dtype = torch.bfloat16

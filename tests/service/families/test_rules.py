@@ -1,4 +1,6 @@
-"""Do the conversions of rules place each element where Megatron-core has it? Compared with loops over its documented order."""
+"""Do the conversions of rules place each element where Megatron-core has it? Compared with loops over its documented
+order.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_gates_of_a_group_lie_behind_its_query_heads_and_behind_each_of_them_on_
 
 
 def test_projections_of_a_delta_net_lie_by_key_head() -> None:
-    """As transformers' `fix_query_key_value_ordering` takes them apart again, whose views are written down here as loops."""
+    """As transformers' `fix_query_key_value_ordering` takes them apart again, whose views are written down here as
+    loops.
+    """
     heads, per_head, key, value = 3, 2, 4, 5
     rows = (heads * key, heads * key, *[heads * per_head * value] * 2, *[heads * per_head] * 2)
     conversion = DeltaNetProjections(heads, rows)

@@ -97,9 +97,7 @@ def test_what_was_compared_in_one_store_is_read_in_another_one(
     assert (code, {each["number"] for each in model["differing"]}) == (1, {3})
 
 
-def test_a_store_that_is_away_is_an_error_and_no_damage(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_away_is_an_error_and_no_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def away(*_: Any, **__: Any) -> Any:
         raise Unavailable("the store does not answer")
 

@@ -126,9 +126,7 @@ def listed(folder: Path, model: str) -> set[int] | None:
         for number in head["removed"]:
             entries.pop(number, None)
         entries |= {entry["number"]: entry for entry in head["recent"]}
-        hidden = {entry["number"] for entry in head["open"] + head["failed"]} - {
-            e["number"] for e in head["recent"]
-        }
+        hidden = {entry["number"] for entry in head["open"] + head["failed"]} - {e["number"] for e in head["recent"]}
         return {n for n, entry in entries.items() if not entry.get("retired_ms", 0)} - hidden
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -161,9 +159,7 @@ def durable_versions(template: Path) -> list[Version]:
         model = str(head.parent.relative_to(template / "models"))
         for number in sorted(listed(template, model) or ()):
             prefix = str(version_folder(template, number, model).relative_to(template)) + "/"
-            files = {
-                k: v for k, v in everything.items() if k.startswith(prefix) and not k.endswith(".blake3")
-            }
+            files = {k: v for k, v in everything.items() if k.startswith(prefix) and not k.endswith(".blake3")}
             assert f"{prefix}weighbridge.json" in files
             found.append(Version(model, number, files))
     return found
@@ -219,9 +215,7 @@ def blocked(folder: Path, model: str, outcome: Outcome) -> bool:
     return any("this Weighbridge" in what for name, _, what in outcome.findings() if name == model)
 
 
-def test_fsck_of_a_store_with_random_damage_loses_nothing_that_is_whole(
-    template: Path, tmp_path: Path
-) -> None:
+def test_fsck_of_a_store_with_random_damage_loses_nothing_that_is_whole(template: Path, tmp_path: Path) -> None:
     for seed in range(SEED, SEED + RUNS):
         check_fsck(template, tmp_path / "store", seed)
 
@@ -256,8 +250,6 @@ def check_vanishing(template: Path, place: Path, seed: int) -> None:
         assert version.number in (listed(folder, version.model) or ()), version.number
 
 
-def test_fsck_of_a_store_from_which_objects_vanish_loses_nothing_that_is_whole(
-    template: Path, tmp_path: Path
-) -> None:
+def test_fsck_of_a_store_from_which_objects_vanish_loses_nothing_that_is_whole(template: Path, tmp_path: Path) -> None:
     for seed in range(SEED, SEED + RUNS):
         check_vanishing(template, tmp_path / "store", seed)

@@ -1,4 +1,6 @@
-"""Heads that are lost, damaged or behind their store: are they rebuilt from what is there, with nothing whole given up?"""
+"""Heads that are lost, damaged or behind their store: are they rebuilt from what is there, with nothing whole given
+up?
+"""
 
 from __future__ import annotations
 
@@ -78,9 +80,7 @@ def test_a_lost_head_is_rebuilt_from_the_manifests(
     assert repaired(location) == [None, RETIRED, *DURABLE]
     after = history_of(store)
     # what was deleted a short time ago, and is still whole, is there again
-    assert without_writers(after) == without_writers(before) | {
-        RETIRED: without_writer(replace(retired, retired_ms=0))
-    }
+    assert without_writers(after) == without_writers(before) | {RETIRED: without_writer(replace(retired, retired_ms=0))}
     assert after.head.ref_numbers == {"latest": 6}
     assert (after.head.files_id, after.head.registration) == (
         before.head.files_id,
@@ -163,9 +163,7 @@ def test_nodes_of_a_rebuilt_head_are_newer_than_all_that_are_there(folder: Path,
 
 
 @pytest.mark.parametrize("name", ["9999999999999999999", f"{2**63 - 2}"])
-def test_what_only_looks_like_a_node_does_not_use_generations_up(
-    folder: Path, opened: LocalStore, name: str
-) -> None:
+def test_what_only_looks_like_a_node_does_not_use_generations_up(folder: Path, opened: LocalStore, name: str) -> None:
     stray = folder / NAME.prefix / f"history/{name}-{'a' * 64}.json"
     stray.parent.mkdir(exist_ok=True)
     stray.write_bytes(b"{}")
@@ -357,9 +355,7 @@ def test_a_head_that_changes_while_it_is_repaired_is_not_overwritten(
 
 
 @pytest.mark.parametrize("lost", ["list", "damaged list", "head", "head of a type with a map"])
-def test_a_model_without_a_weight_map_is_registered_again_by_its_newest_version(
-    tmp_path: Path, lost: str
-) -> None:
+def test_a_model_without_a_weight_map_is_registered_again_by_its_newest_version(tmp_path: Path, lost: str) -> None:
     model_type = "llama" if "type" in lost else "gpt2"
     location, name = tmp_path / "store", ModelName.parse("acme/unmapped")
     (tmp_path / "hf").mkdir()

@@ -41,9 +41,7 @@ def test_a_history_is_rebuilt_whichever_node_is_damaged(
 
 
 @pytest.mark.usefixtures("long")
-def test_a_damaged_reference_to_a_node_costs_no_version_that_was_below_it(
-    folder: Path, opened: LocalStore
-) -> None:
+def test_a_damaged_reference_to_a_node_costs_no_version_that_was_below_it(folder: Path, opened: LocalStore) -> None:
     before = history_of(opened, LONG)
     root = json.loads((folder / LONG.head_key).read_bytes())["root"]
     edit_document(folder / LONG.head_key, root={**root, "last": 3})
@@ -61,10 +59,7 @@ def test_entries_that_manifests_contradict_are_corrected_and_nothing_whole_is_de
     edit_document(folder / NAME.head_key, recent=recent)
     whats = dict(findings(folder))
     assert whats[3] == "is whole, but not in the history"
-    assert (
-        whats[5]
-        == "its entry in the history has a different step, created_ms, nonfinite_elements than its manifest"
-    )
+    assert whats[5] == "its entry in the history has a different step, created_ms, nonfinite_elements than its manifest"
     repaired(folder)
     assert without_writers(history_of(opened)) == without_writers(before)
 

@@ -1,4 +1,6 @@
-"""Reports of a check: does each finding say what became of it and what to do, and is a store that is well left as it is?"""
+"""Reports of a check: does each finding say what became of it and what to do, and is a store that is well left as it
+is?
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def test_each_finding_says_what_became_of_it_and_what_to_do(folder: Path) -> Non
             "acme/smol@4: 7 objects of a version that is in no history",
             "acme/smol: 3 problems (6 versions)",
             (
-                "  What to do: stop all services of the store, then run again with --repair; restore missing files from a "
+                "  What to do: stop all services of the store, then run again with --repair; "
+                "restore missing files from a "
                 "backup, or give the versions up with --repair --drop-damaged"
             ),
         ],
@@ -63,7 +66,10 @@ def test_each_finding_says_what_became_of_it_and_what_to_do(folder: Path) -> Non
         0,
         [
             f"acme/smol@2: {WEIGHTS} is missing (removed from the history)",
-            "acme/smol: names, sizes and manifests are correct (5 versions); contents were not read: --digests reads them",
+            (
+                "acme/smol: names, sizes and manifests are correct (5 versions); contents were "
+                "not read: --digests reads them"
+            ),
         ],
     )
 

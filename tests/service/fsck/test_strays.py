@@ -19,7 +19,9 @@ from weighbridge_storage.stores.local import LocalStore
 def test_what_a_collection_deletes_meanwhile_is_not_found(
     folder: Path, opened: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The head is read after a retired version was forgotten, and the objects were listed before its objects were deleted."""
+    """The head is read after a retired version was forgotten, and the objects were listed before its objects were
+    deleted.
+    """
     listed = list(opened.list(NAME.prefix))
     shutil.rmtree(version_folder(folder, RETIRED))
     head = history_of(opened).head
@@ -27,9 +29,7 @@ def test_what_a_collection_deletes_meanwhile_is_not_found(
     (folder / NAME.head_key).write_bytes(replace(head, recent=recent).to_json())
     real = LocalStore.list
     with monkeypatch.context() as patch:
-        patch.setattr(
-            LocalStore, "list", lambda self, prefix: listed if prefix == NAME.prefix else real(self, prefix)
-        )
+        patch.setattr(LocalStore, "list", lambda self, prefix: listed if prefix == NAME.prefix else real(self, prefix))
         assert fsck(folder)[0] == 0
 
 

@@ -12,9 +12,7 @@ from weighbridge_service.health.checks import STORE_CONDITIONS, StoreChecks
 from weighbridge_service.health.doctor import Examiner
 
 
-def test_conditions_of_a_store_are_asked_once_in_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conditions_of_a_store_are_asked_once_in_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     conditions = StoreChecks.conditions
 

@@ -159,9 +159,7 @@ def test_doctor_is_told_what_readiness_says(running: RunningService, http: TestC
     assert found[: len(NAMES)] == NAMES
 
 
-def test_readiness_says_each_check_and_each_can_be_asked_for(
-    running: RunningService, http: TestClient
-) -> None:
+def test_readiness_says_each_check_and_each_can_be_asked_for(running: RunningService, http: TestClient) -> None:
     running.health.start()
     answer = http.get("/readyz")
     assert (answer.status_code, answer.json()["status"]) == (200, "ready")
@@ -218,9 +216,7 @@ def test_a_store_that_hangs_leaves_probes_fast_liveness_green_and_readiness_red(
 def test_what_checks_write_to_a_store_is_removed_again(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     checks = StoreChecks(store, "test", 1000)
-    assert [check().status for check in (checks.reachable, checks.writable, checks.clock)] == [
-        CheckStatus.OK
-    ] * 3
+    assert [check().status for check in (checks.reachable, checks.writable, checks.clock)] == [CheckStatus.OK] * 3
     assert list(store.list("")) == []
 
 

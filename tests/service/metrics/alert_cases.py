@@ -38,9 +38,7 @@ _OF_MODEL = {"instance": "a", "model": "acme/smol"}
 _PROVED = 'weighbridge_engines_proved{instance="a", model="acme/smol", verdict="%s"}'
 CASES: Mapping[str, Case] = {
     "WeighbridgeAbsent": Case({'other{instance="a"}': "1x60"}, BUILD, labels={}),
-    "WeighbridgeStoreSilent": _of(
-        'weighbridge_store_silent_seconds{instance="a"}', "0 60 120 180", "0x60", at=3
-    ),
+    "WeighbridgeStoreSilent": _of('weighbridge_store_silent_seconds{instance="a"}', "0 60 120 180", "0x60", at=3),
     "WeighbridgeCheckFailed": _of(
         'weighbridge_check_status{instance="a", check="store-writable"}',
         "0x9 2x60",
@@ -48,9 +46,7 @@ CASES: Mapping[str, Case] = {
         check="store-writable",
     ),
     # a version that takes five minutes to become durable, one after another
-    "WeighbridgeNotDurable": _of(
-        'weighbridge_push_undurable_seconds{instance="a"}', "0+60x60", "0 300 0 300x60"
-    ),
+    "WeighbridgeNotDurable": _of('weighbridge_push_undurable_seconds{instance="a"}', "0+60x60", "0 300 0 300x60"),
     "WeighbridgeProofFailed": _of(
         'weighbridge_engine_proofs_total{instance="a", outcome="failed"}',
         "0x20 1x40",
@@ -108,17 +104,13 @@ CASES: Mapping[str, Case] = {
     "WeighbridgeMemoryShort": _of(
         'weighbridge_memory_available_bytes{instance="a", limit="cgroup"}', "1000000x60", "9000000000x60"
     ),
-    "WeighbridgeStreamsWait": _of(
-        'weighbridge_streams_waiting{instance="a", direction="in"}', "3x60", "0 9 0x60"
-    ),
+    "WeighbridgeStreamsWait": _of('weighbridge_streams_waiting{instance="a", direction="in"}', "3x60", "0 9 0x60"),
     "WeighbridgeCallsRefused": _of(
         'weighbridge_grpc_calls_total{instance="a", method="Pull", code="RESOURCE_EXHAUSTED"}',
         "0+600x60",
         "0+6x60",
     ),
-    "WeighbridgeCollectionFails": _of(
-        'weighbridge_collection_failures_total{instance="a"}', "0x20 1x40", "5x60"
-    ),
+    "WeighbridgeCollectionFails": _of('weighbridge_collection_failures_total{instance="a"}', "0x20 1x40", "5x60"),
     "WeighbridgeQuotaNearlyUsed": Case(
         {
             'weighbridge_quota_used{instance="a", kind="stored", of="acme"}': "95x60",

@@ -1,5 +1,5 @@
-"""Dashboard and alert rules of `deploy/`: are they about the metrics and labels that there are, does each alert fire when it should, and is it
-explained?
+"""Dashboard and alert rules of `deploy/`: are they about the metrics and labels that there are, does each alert fire
+when it should, and is it explained?
 """
 
 from __future__ import annotations
@@ -163,11 +163,12 @@ def test_an_alert_fires_when_it_should_and_not_otherwise(alert: dict[str, Any], 
             "input_series": [{"series": each, "values": values} for each, values in series.items()],
             "promql_expr_test": [
                 {
-                    "expr": f'count by ({", ".join(["alertname", *labels])}) (ALERTS{{alertname="{name}", alertstate="firing"}})',
+                    "expr": (
+                        f"count by ({', '.join(['alertname', *labels])}) "
+                        f'(ALERTS{{alertname="{name}", alertstate="firing"}})'
+                    ),
                     "eval_time": f"{case.at}m",
-                    "exp_samples": [{"labels": _selector({"alertname": name, **labels}), "value": 1}]
-                    if fires
-                    else [],
+                    "exp_samples": [{"labels": _selector({"alertname": name, **labels}), "value": 1}] if fires else [],
                 }
             ],
         }

@@ -81,9 +81,7 @@ def test_what_is_exposed_is_what_is_declared_and_promtool_has_nothing_against_it
     promtool("check", "metrics", text=text)
 
 
-def test_a_push_that_becomes_durable_is_counted_with_its_durations(
-    service: RunningService, source: TinyModel
-) -> None:
+def test_a_push_that_becomes_durable_is_counted_with_its_durations(service: RunningService, source: TinyModel) -> None:
     before = figures(service)
     assert before["weighbridge_pushes_total", ("published",)] == 0
     begun = time.monotonic()
@@ -144,9 +142,7 @@ def test_a_push_whose_rank_is_missing_is_seen_waiting_and_then_as_a_failure_with
 
         def waits() -> bool:
             now = figures(service)
-            seen.append(
-                (now["weighbridge_push_waiting_ranks", ()], now["weighbridge_push_silent_seconds", ()])
-            )
+            seen.append((now["weighbridge_push_waiting_ranks", ()], now["weighbridge_push_silent_seconds", ()]))
             return seen[-1][0] == 2 and seen[-1][1] > 0.2
 
         with TrainerClient(service.address) as trainer:

@@ -137,9 +137,7 @@ def moe_config(family: str, **overrides: Any) -> Any:
         case "mixtral":
             return MixtralConfig(**{**fields, "num_local_experts": 8, **overrides})
         case "qwen2_moe":
-            return Qwen2MoeConfig(
-                **{**fields, "num_experts": 8, "shared_expert_intermediate_size": 24, **overrides}
-            )
+            return Qwen2MoeConfig(**{**fields, "num_experts": 8, "shared_expert_intermediate_size": 24, **overrides})
         case "qwen3_moe":
             return Qwen3MoeConfig(**{**fields, "num_experts": 8, "head_dim": 16, **overrides})
         case "ernie4_5_moe":

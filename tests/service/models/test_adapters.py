@@ -105,9 +105,7 @@ def test_modules_outside_the_layers_are_found_by_their_last_names(in_files: str,
 
 
 def test_packed_weights_and_other_tensors_are_not_compared() -> None:
-    packed = _base(
-        _spec(f"{LAYER}.weight", 48, 1, dtype="uint8"), _spec(f"{LAYER}.qweight", 2, 2, dtype="uint8")
-    )
+    packed = _base(_spec(f"{LAYER}.weight", 48, 1, dtype="uint8"), _spec(f"{LAYER}.qweight", 2, 2, dtype="uint8"))
     _fits(packed, _spec(f"base_model.model.{LAYER}.lora_A.weight", 4, 8))
     _fits(PLAIN, _spec("base_model.model.score.weight", 2, 8), _spec("prompt_embeddings", 3, 8))
     _fits(PLAIN, _spec("base_model.model.lm_head.lora_A.weight", 4, 8))
@@ -157,9 +155,7 @@ def test_a_trained_adapter_is_what_peft_would_save_under_any_name(tmp_path: Path
     saved = load_file(tmp_path / "second" / "adapter_model.safetensors")
     assert found.state.keys() == saved.keys()
     assert all(torch.equal(found.state[name], tensor) for name, tensor in saved.items())
-    assert json.loads(found.config_json) == json.loads(
-        (tmp_path / "second" / "adapter_config.json").read_text()
-    )
+    assert json.loads(found.config_json) == json.loads((tmp_path / "second" / "adapter_config.json").read_text())
     assert not model.peft_config["second"].inference_mode
 
 

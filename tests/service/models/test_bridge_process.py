@@ -51,9 +51,7 @@ def test_a_process_that_cannot_be_started_or_was_killed_is_told_of_and_another_o
     with pytest.raises(InvalidArgument, match="weight map"):
         process.bridge(b'{"model_type": "none"}', ())
     # it also compares tensors with models of configs
-    mistral = json.dumps(
-        {**_FIRST_CONFIG, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
-    ).encode()
+    mistral = json.dumps({**_FIRST_CONFIG, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}).encode()
     found = process.compare(mistral, {"lm_head.weight": (8, 8), "mtp.weight": (2,)})
     assert found is not None
     assert "model.embed_tokens.weight" in found.missing

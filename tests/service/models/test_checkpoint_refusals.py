@@ -1,7 +1,7 @@
 """Is a checkpoint that is incomplete or contradicts itself refused by name, with nothing dropped in silence?
 
-Twice: when a folder is registered and pushed, and when ranks declare what they hold. No rank runs here: what ranks of a job
-would declare is `all_ranks`'s answer, spoilt in one place.
+Twice: when a folder is registered and pushed, and when ranks declare what they hold. No rank runs here: what ranks of a
+job would declare is `all_ranks`'s answer, spoilt in one place.
 """
 
 from __future__ import annotations
@@ -513,9 +513,7 @@ def test_layers_of_prediction_that_the_model_was_registered_without_are_refused(
     assert declare(service.address, "tests/plain", without(ranks, "mtp.")) == []
     errors = declare(service.address, "tests/plain", ranks)
     assert len(errors) == len(ranks)
-    assert any(
-        "mtp.layers.0.enorm.weight F32[64] is not a tensor of this deepseek_v3" in str(e) for e in errors
-    )
+    assert any("mtp.layers.0.enorm.weight F32[64] is not a tensor of this deepseek_v3" in str(e) for e in errors)
 
 
 def declare(address: str, name: str, layouts: Ranks) -> list[WeighbridgeError]:
@@ -527,9 +525,7 @@ def declare(address: str, name: str, layouts: Ranks) -> list[WeighbridgeError]:
 
         def stage(indexes: Sequence[int], stream: Layout) -> StreamSource:
             specs = [(layout.placements[i].shard, layout.tensors) for i in indexes]
-            return staging.stage(
-                stream, [torch.zeros(s.box.extent, dtype=t[s.tensor].dtype.torch) for s, t in specs]
-            )
+            return staging.stage(stream, [torch.zeros(s.box.extent, dtype=t[s.tensor].dtype.torch) for s, t in specs])
 
         with TrainerClient(address, run=run) as client:
             try:

@@ -112,9 +112,7 @@ def test_weights_are_cast_to_floating_point_only(target: str) -> None:
 
 
 def test_fp8_is_not_cast_without_its_scales() -> None:
-    source = Source(
-        PlainBridge(), {"a.weight": torch.randn(4, 4).to(torch.float8_e4m3fn), "b": torch.randn(3)}
-    )
+    source = Source(PlainBridge(), {"a.weight": torch.randn(4, 4).to(torch.float8_e4m3fn), "b": torch.randn(3)})
     with pytest.raises(InvalidArgument, match=r"a\.weight.*cannot be cast"):
         Casting(source.layout(FullTensors()), dtypes.parse("bf16"))
     assert Casting(source.layout(FullTensors(("b",))), dtypes.parse("bf16")).layout.nbytes == 6

@@ -1,4 +1,5 @@
-"""Is each tensor cut over an engine's ranks as engines cut it, whatever the parallelism? Compared with cuts made by hand.
+"""Is each tensor cut over an engine's ranks as engines cut it, whatever the parallelism? Compared with cuts made by
+hand.
 
 The layouts are asked of the service's own function, with models that transformers makes.
 """
@@ -71,9 +72,7 @@ def test_experts_that_are_not_spread_are_cut_like_everything_else(family: str, s
 
 @pytest.mark.parametrize("q_lora_rank", [12, None])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_latent_attention_and_shared_experts_are_cut_as_engines_do(
-    q_lora_rank: int | None, size: int
-) -> None:
+def test_latent_attention_and_shared_experts_are_cut_as_engines_do(q_lora_rank: int | None, size: int) -> None:
     """transformers' plan says nothing of latent attention."""
     config = moe_config("deepseek_v3", q_lora_rank=q_lora_rank)
     source = Source(real_bridge(config), weights_of(config))
@@ -91,7 +90,9 @@ def test_latent_attention_and_shared_experts_are_cut_as_engines_do(
 
 @pytest.mark.parametrize(("size", "ep"), [(1, 1), (2, 1), (4, 1), (2, 2)])
 def test_state_space_models_are_cut_section_by_section(size: int, ep: int) -> None:
-    """As vLLM's loaders of Mamba 2 do it: gates, inputs, B, C and time steps each over the ranks; the rest of a hybrid model as usual."""
+    """As vLLM's loaders of Mamba 2 do it: gates, inputs, B, C and time steps each over the ranks; the rest of a hybrid
+    model as usual.
+    """
     model = PUBLISHED["nemotron_h"][0]()
     make_random(model, seed=3)
     bridge = real_bridge(model.config)
@@ -104,9 +105,7 @@ def test_state_space_models_are_cut_section_by_section(size: int, ep: int) -> No
         "conv1d.weight": [inner, states, states],
         "conv1d.bias": [inner, states, states],
     }
-    rows = re.compile(
-        r"lm_head\.weight|.*\.mixer\.((A_log|D|dt_bias|norm\.weight)|([qkv]|.*up)_proj\.weight)"
-    )
+    rows = re.compile(r"lm_head\.weight|.*\.mixer\.((A_log|D|dt_bias|norm\.weight)|([qkv]|.*up)_proj\.weight)")
     for rank in range(size):
         experts = ExpertParallel(ep, rank, 1, 0) if ep > 1 else None
         found: dict[str, list[Tensor]] = {}
@@ -130,8 +129,8 @@ def test_state_space_models_are_cut_section_by_section(size: int, ep: int) -> No
 
 @pytest.mark.parametrize(("size", "ep"), [(1, 1), (2, 1), (4, 1), (2, 2)])
 def test_gated_delta_nets_are_cut_by_their_heads(size: int, ep: int) -> None:
-    """As vLLM's Qwen3-Next has them: channels of the convolution section by section, and the rest of the model as usual, what predicts
-    further tokens included."""
+    """As vLLM's Qwen3-Next has them: channels of the convolution section by section, and the rest of the model as
+    usual, what predicts further tokens included."""
     model = PUBLISHED["qwen3_next-predicting"][0]()
     make_random(model, seed=3)
     bridge = real_bridge(model.config)

@@ -63,9 +63,7 @@ def test_a_rank_of_an_engine_pulls_its_stage_with_the_vocabulary_padded(
     names: list[str] = []
     for first, end in ((0, 2), (2, 4)):
         for rank in range(size):
-            found = dict(
-                engine.pull(MODEL, 1, TensorParallel(size, rank, layers=(first, end), vocab_multiple=64))
-            )
+            found = dict(engine.pull(MODEL, 1, TensorParallel(size, rank, layers=(first, end), vocab_multiple=64)))
             for name, tensor in found.items():
                 if name in ("model.embed_tokens.weight", "lm_head.weight"):
                     whole = torch.cat([state[name], torch.zeros(22, 256)])
@@ -77,9 +75,7 @@ def test_a_rank_of_an_engine_pulls_its_stage_with_the_vocabulary_padded(
 
 
 @pytest.mark.slow
-def test_as_many_boxes_as_an_engine_asks_for_come_in_one_pull(
-    engine: EngineClient, state: dict[str, Tensor]
-) -> None:
+def test_as_many_boxes_as_an_engine_asks_for_come_in_one_pull(engine: EngineClient, state: dict[str, Tensor]) -> None:
     chance = random.Random(5)
     names = list(state)
     boxes: list[tuple[str, Sequence[int], Sequence[int]]] = []
@@ -106,9 +102,7 @@ def test_a_pull_in_another_dtype_is_what_torch_casts(
     same(found, {name: tensor.to(dtypes.parse(dtype).torch) for name, tensor in state.items()})
 
 
-def test_a_cast_pull_resumes_in_the_middle_of_an_element(
-    engine: EngineClient, state: dict[str, Tensor]
-) -> None:
+def test_a_cast_pull_resumes_in_the_middle_of_an_element(engine: EngineClient, state: dict[str, Tensor]) -> None:
     request = TensorParallel(2, 1, vocab_multiple=64)
     layout = wire.request_to_proto(request)
     whole = b"".join(map(bytes, engine.pull(MODEL, 1, request, dtype="bf16").stream()))
@@ -122,9 +116,7 @@ def test_a_cast_pull_resumes_in_the_middle_of_an_element(
         len(whole),
         *(chance.randrange(len(whole)) for _ in range(5)),
     ]:
-        message = weight_service_pb2.PullRequest(
-            model=MODEL, version="1", layout=layout, dtype="bf16", offset=offset
-        )
+        message = weight_service_pb2.PullRequest(model=MODEL, version="1", layout=layout, dtype="bf16", offset=offset)
         assert b"".join(piece.data for piece in _pulled(engine, message)) == whole[offset:]
     beyond = weight_service_pb2.PullRequest(
         model=MODEL, version="1", layout=layout, dtype="bf16", offset=len(whole) + 1
@@ -133,9 +125,7 @@ def test_a_cast_pull_resumes_in_the_middle_of_an_element(
         _pulled(engine, beyond)
 
 
-def _pulled(
-    engine: EngineClient, message: weight_service_pb2.PullRequest
-) -> list[weight_service_pb2.PullResponse]:
+def _pulled(engine: EngineClient, message: weight_service_pb2.PullRequest) -> list[weight_service_pb2.PullResponse]:
     """The responses to a request, as any client of the contract receives them."""
     with RawClient(engine.server) as raw:
         found: list[weight_service_pb2.PullResponse] = raw.call(raw.weights.Pull, message)
@@ -177,9 +167,7 @@ def test_the_service_refuses_what_does_not_fit(
     ],
     ids=str,
 )
-def test_a_message_that_no_client_of_ours_sends_is_refused_too(
-    engine: EngineClient, fields: dict[str, Any]
-) -> None:
+def test_a_message_that_no_client_of_ours_sends_is_refused_too(engine: EngineClient, fields: dict[str, Any]) -> None:
     parts = weight_service_pb2.TensorParallel(**{"size": 1, **fields})
     layout = weight_service_pb2.LayoutRequest(tensor_parallel=parts)
     with pytest.raises(InvalidArgument):

@@ -40,9 +40,7 @@ def test_the_stages_of_a_pipeline_hold_every_tensor_once(family: str, tied: bool
         layer = re.match(r"model\.(language_model\.)?layers\.(\d+)\.", name)
         if layer and int(layer[2]) < bridge.num_layers:
             where = [i for i, (a, b) in enumerate(pairs) if a <= int(layer[2]) < b]
-        elif (
-            layer or "mtp" in name or name.startswith(("model.norm", "model.language_model.norm", "lm_head"))
-        ):
+        elif layer or "mtp" in name or name.startswith(("model.norm", "model.language_model.norm", "lm_head")):
             where = [last]
         elif name.endswith("embed_tokens.weight") and tied:
             where = sorted({0, last})

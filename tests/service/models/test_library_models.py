@@ -1,4 +1,6 @@
-"""Does the comparison with transformers' own model say what transformers' loader says: what is missing, and what it would not take?"""
+"""Does the comparison with transformers' own model say what transformers' loader says: what is missing, and what it
+would not take?
+"""
 
 from __future__ import annotations
 
@@ -54,9 +56,7 @@ def by_transformers(model_type: str, folder: Path) -> tuple[set[str], set[str]]:
         ("clip", "logit_scale"),
     ],
 )
-def test_what_is_missing_or_unknown_is_what_transformers_says(
-    tmp_path: Path, model_type: str, lost: str
-) -> None:
+def test_what_is_missing_or_unknown_is_what_transformers_says(tmp_path: Path, model_type: str, lost: str) -> None:
     unmapped_model(model_type).save_pretrained(tmp_path)
     assert compared(tmp_path) == (set(), set())
     tensors = load_file(tmp_path / "model.safetensors")
@@ -75,9 +75,7 @@ def test_names_of_the_bare_model_and_of_old_releases_are_understood_as_transform
 ) -> None:
     unmapped_model("bert").save_pretrained(tmp_path)
     old = {
-        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
-            "LayerNorm.bias", "LayerNorm.beta"
-        ): tensor
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
         for name, tensor in load_file(tmp_path / "model.safetensors").items()
     }
     save_file(old, tmp_path / "model.safetensors", {"format": "pt"})
@@ -147,9 +145,7 @@ def test_a_model_that_is_not_whole_is_registered_by_its_tensors_alone(tmp_path: 
     other = {**shapes, lost: (16, 32)}
     with closing(LocalStore(tmp_path / "store")) as store, compared_by(compare_with_library):
         catalog = Catalog(store)
-        with pytest.raises(
-            InvalidArgument, match=r"not those of a MistralForCausalLM, .* in 1 tensor"
-        ) as refused:
+        with pytest.raises(InvalidArgument, match=r"not those of a MistralForCausalLM, .* in 1 tensor") as refused:
             catalog.register_model("acme/less", files, found=listed(less))
         assert refused.value.details == (f"{lost} is missing",)
         assert "--no-weight-map" in refused.value.fix

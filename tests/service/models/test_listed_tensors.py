@@ -168,20 +168,14 @@ def test_a_dtype_is_that_of_floating_point_numbers_alone(catalog: Catalog) -> No
 
 
 @pytest.mark.parametrize("model_type", [None, ""])
-def test_a_config_without_a_model_type_is_registered_by_its_tensors(
-    catalog: Catalog, model_type: Any
-) -> None:
+def test_a_config_without_a_model_type_is_registered_by_its_tensors(catalog: Catalog, model_type: Any) -> None:
     assert catalog.register_model(str(NAME), files(model_type=model_type), found=FOUND).model_type == ""
     check_registration(NAME, catalog.head(NAME))
     assert set(tensors(Catalog(catalog.store)).values()) == set(FOUND)
 
 
-@pytest.mark.parametrize(
-    "model_type", [5, ["gpt2"], {"a": 1}, "x" * 10_000, "a\nb"], ids=lambda t: str(t)[:8]
-)
-def test_a_model_type_that_is_no_text_is_refused_whatever_the_tensors(
-    catalog: Catalog, model_type: Any
-) -> None:
+@pytest.mark.parametrize("model_type", [5, ["gpt2"], {"a": 1}, "x" * 10_000, "a\nb"], ids=lambda t: str(t)[:8])
+def test_a_model_type_that_is_no_text_is_refused_whatever_the_tensors(catalog: Catalog, model_type: Any) -> None:
     with pytest.raises(InvalidArgument, match="no weight map") as caught:
         catalog.register_model(str(NAME), files(model_type=model_type), found=FOUND)
     assert len(str(caught.value)) < 2000
@@ -238,15 +232,10 @@ LLAMA = {
 
 
 @pytest.fixture
-def before_the_map(
-    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
-) -> tuple[dict[str, bytes], list[TensorSpec]]:
+def before_the_map(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, bytes], list[TensorSpec]]:
     """Files and tensors of a model that was registered by a release without a map for llama."""
     content = {"config.json": json.dumps(LLAMA).encode()}
-    found = [
-        TensorSpec(name, F32, shape)
-        for name, shape in bridge_for(content["config.json"]).hugging_face.items()
-    ]
+    found = [TensorSpec(name, F32, shape) for name, shape in bridge_for(content["config.json"]).hugging_face.items()]
     there = {name: entry for name, entry in families._registered().items() if name != "llama"}
     with monkeypatch.context() as patch:
         patch.setattr(families, "_registered", lambda: there)
@@ -397,9 +386,7 @@ def odd_folder(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
     }
     folder.mkdir()
     save_file(arrays, folder / "model.safetensors")
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "odd", "auto_map": {"AutoModel": "evil.Class"}})
-    )
+    (folder / "config.json").write_text(json.dumps({"model_type": "odd", "auto_map": {"AutoModel": "evil.Class"}}))
     return arrays
 
 
@@ -439,9 +426,7 @@ def test_what_needs_megatrons_names_is_refused_and_said_what_works_instead(
                 rank=0,
                 world_size=1,
             ),
-            "restore": lambda: list(
-                trainer.restore_layout("odd/megatron", layout, lambda _index: torch.zeros(()))
-            ),
+            "restore": lambda: list(trainer.restore_layout("odd/megatron", layout, lambda _index: torch.zeros(()))),
             "describe": lambda: trainer.describe_shards("odd/megatron", MegatronRank()),
             "slices": lambda: engine.pull("odd/megatron", 1, TensorParallel(2, 0)),
         }
@@ -476,9 +461,7 @@ model = Catalog(store).model(ModelName.parse("odd/light"))
 assert model.files.layout.nbytes and model.identity
 print(*({{"torch", "transformers", "mbridge", "megatron"}} & sys.modules.keys()))
 """
-    found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.split() == []
 
 
@@ -492,9 +475,7 @@ def test_scales_of_quantised_weights_are_cast_on_no_way_and_norms_beside_them_ar
         "model.norm.weight": torch.rand(4).half(),
     }
     (tmp_path / "gptq").mkdir()
-    (tmp_path / "gptq/config.json").write_text(
-        '{"model_type": "odd", "quantization_config": {"quant_method": "gptq"}}'
-    )
+    (tmp_path / "gptq/config.json").write_text('{"model_type": "odd", "quantization_config": {"quant_method": "gptq"}}')
     safetensors.torch.save_file(weights, tmp_path / "gptq/model.safetensors")
     with TrainerClient(service.address) as trainer, EngineClient(service.address) as engine:
         trainer.import_folder("odd/gptq", tmp_path / "gptq").wait(timeout=60)

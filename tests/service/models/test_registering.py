@@ -79,9 +79,7 @@ def test_the_identity_of_a_model_stays_what_heads_have() -> None:
     golden = "2:99faad921c98456abbf296ccfb3b62d43abd820e89aa9ab82510fbd34277aab9"
     assert registered_as().identity == golden
     assert registered_as(rope_theta=5.0, max_position_embeddings=64).identity == golden
-    others = [
-        registered_as(**changes) for changes in (OTHER_SHAPE, OTHER_HEADS, {"tie_word_embeddings": True})
-    ]
+    others = [registered_as(**changes) for changes in (OTHER_SHAPE, OTHER_HEADS, {"tie_word_embeddings": True})]
     assert others[1].files.layout.digest == registered_as().files.layout.digest
     assert len({golden, *(model.identity for model in others)}) == 4
 
@@ -116,9 +114,7 @@ def test_a_head_with_an_identity_of_another_release_takes_the_same_model_and_no_
     ],
     ids=str,
 )
-def test_a_model_without_versions_becomes_what_is_registered_last(
-    catalog: Catalog, changes: dict[str, Any]
-) -> None:
+def test_a_model_without_versions_becomes_what_is_registered_last(catalog: Catalog, changes: dict[str, Any]) -> None:
     catalog.register_model(str(NAME), files())
     assert catalog.model(NAME).config_json == files()["config.json"]
     config = {**LLAMA, **changes}
@@ -138,7 +134,9 @@ def test_a_model_without_versions_becomes_what_is_registered_last(
 
 
 def predicting() -> tuple[dict[str, bytes], list[TensorSpec], set[str]]:
-    """A config with layers of multi-token prediction, the tensors of files without them, and the names that these lack."""
+    """A config with layers of multi-token prediction, the tensors of files without them, and the names that these
+    lack.
+    """
     config = tiny_config("deepseek_v3_mtp", tied=False)
     content = json.dumps({**config.to_dict(), "model_type": config.model_type}).encode()
     bridge = bridge_for(content)
@@ -204,13 +202,9 @@ def test_an_output_layer_that_the_config_ties_is_refused_with_the_reason(catalog
     found = [TensorSpec(n, fp32, s) for n, s in bridge_for(content["config.json"]).hugging_face.items()]
     catalog.register_model(str(NAME), content, found=found)
     with pytest.raises(InvalidArgument) as caught:
-        catalog.register_model(
-            str(NAME), content, found=[*found, TensorSpec("lm_head.weight", fp32, (64, 32))]
-        )
+        catalog.register_model(str(NAME), content, found=[*found, TensorSpec("lm_head.weight", fp32, (64, 32))])
     [problem] = caught.value.details
-    assert problem.startswith(
-        "lm_head.weight F32[64, 32] is not a tensor of this llama model: config.json ties it"
-    )
+    assert problem.startswith("lm_head.weight F32[64, 32] is not a tensor of this llama model: config.json ties it")
 
 
 # -- configs that no model has -------------------------------------------------------------------------------------------
@@ -240,9 +234,7 @@ def test_an_output_layer_that_the_config_ties_is_refused_with_the_reason(catalog
     ],
     ids=lambda config: f"{config['model_type']}-{config.get('num_hidden_layers')}",
 )
-def test_experts_beyond_count_over_all_layers_are_refused_at_once(
-    catalog: Catalog, config: dict[str, Any]
-) -> None:
+def test_experts_beyond_count_over_all_layers_are_refused_at_once(catalog: Catalog, config: dict[str, Any]) -> None:
     content = {"config.json": json.dumps(config).encode()}
 
     def refuse() -> None:
@@ -256,11 +248,7 @@ def test_experts_beyond_count_over_all_layers_are_refused_at_once(
 
 
 IMPOSSIBLE_SIZES: list[tuple[str, str, Any]] = [
-    *(
-        ("deepseek_v3", name, value)
-        for name in ("kv_lora_rank", "v_head_dim")
-        for value in (0, 1 << 28, 1 << 40)
-    ),
+    *(("deepseek_v3", name, value) for name in ("kv_lora_rank", "v_head_dim") for value in (0, 1 << 28, 1 << 40)),
     ("deepseek_v3", "qk_nope_head_dim", 10**9),
     ("deepseek_v3", "qk_rope_head_dim", -8),
     ("deepseek_v32", "index_head_dim", 1 << 40),

@@ -1,4 +1,6 @@
-"""Is a separate output head refused where the config or transformers' class ties it to the embedding, in models without a weight map?"""
+"""Is a separate output head refused where the config or transformers' class ties it to the embedding, in models without
+a weight map?
+"""
 
 from __future__ import annotations
 
@@ -101,10 +103,7 @@ def test_heads_and_embeddings_that_transformers_ties_have_known_names() -> None:
         if model_type == "gpt_neox" and not OF_4:
             continue  # which has another name in memory there
         model = unmapped_model(model_type)
-        assert (
-            model.get_output_embeddings().weight is model.get_input_embeddings().weight
-            or model_type == "gpt_neox"
-        )
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight or model_type == "gpt_neox"
         names = dict(model.named_parameters(remove_duplicate=False))
         assert {head, embedding} <= names.keys()
         assert head_and_embedding(names) == (head, embedding)

@@ -59,9 +59,7 @@ def test_hugging_face_to_megatron_is_what_mbridge_makes_of_the_weights(family: s
     files = lay_out_files(list(ModelTensors(F32).specs(bridge).values()))
     image = {f.name: np.zeros(f.nbytes, np.uint8) for f in files.files}
     for p in files.layout.placements:
-        image[p.buffer][p.offset : p.offset + p.nbytes] = (
-            state[p.shard.tensor].reshape(-1).view(torch.uint8).numpy()
-        )
+        image[p.buffer][p.offset : p.offset + p.nbytes] = state[p.shard.tensor].reshape(-1).view(torch.uint8).numpy()
     target = Layout.stream(specs.values(), [Shard(s.name, Box.whole(s.shape)) for s in specs.values()])
     transfer = Transfer(make_plan(files.layout, target, weight_map.inverse_links), scatter=False)
     reference = make_bridge(config, torch.float32)
@@ -144,9 +142,7 @@ def test_tensors_in_all_their_forms_are_found_with_the_dtype_that_the_model_has(
         }.items()
     }
     tensors["model.norm.weight"] = replace(tensors["model.norm.weight"], dtype=F32)
-    tensors["model.layers.1.mlp.down_proj.weight"] = replace(
-        tensors["model.layers.1.mlp.down_proj.weight"], dtype=F32
-    )
+    tensors["model.layers.1.mlp.down_proj.weight"] = replace(tensors["model.layers.1.mlp.down_proj.weight"], dtype=F32)
     found = {spec.name: spec for spec in registered_specs(bridge, tensors, declared.values())}
     assert {name: (spec.dtype, spec.shape) for name, spec in found.items()} == {
         "decoder.layers.1.mlp.linear_fc2.weight": (F32, fc2),
@@ -216,16 +212,12 @@ def test_constants_are_added_to_floating_point_numbers_only() -> None:
 
 @pytest.mark.parametrize("shift", [0.1, 1e39, float("inf"), float("nan")])
 def test_constants_that_are_no_finite_float32_are_refused_by_name(shift: float) -> None:
-    with pytest.raises(
-        InvalidArgument, match=r"to decoder\.final_layernorm\.weight, which is not a finite float32"
-    ):
+    with pytest.raises(InvalidArgument, match=r"to decoder\.final_layernorm\.weight, which is not a finite float32"):
         Bridge(_llama_with(r"decoder.final_layernorm.weight", shift))
 
 
 def test_a_constant_that_would_be_added_to_padding_is_refused() -> None:
-    with pytest.raises(
-        InvalidArgument, match=r"to embedding\.word_embeddings\.weight, which has rows of padding"
-    ):
+    with pytest.raises(InvalidArgument, match=r"to embedding\.word_embeddings\.weight, which has rows of padding"):
         Bridge(_llama_with("embedding.word_embeddings.weight", 1.0))
 
 
@@ -243,9 +235,7 @@ def test_a_constant_tells_a_model_from_the_same_without_it() -> None:
     config = tiny_config("llama", tied=False).to_json_string().encode()
 
     def identity(family: type[Llama]) -> str:
-        model = RegisteredModel(
-            ModelName("tests", "any"), config, ModelTensors(F32), "0" * 32, ["config.json"]
-        )
+        model = RegisteredModel(ModelName("tests", "any"), config, ModelTensors(F32), "0" * 32, ["config.json"])
         vars(model)["bridge"] = Bridge(family(json.loads(config)))
         return model.identity
 
@@ -321,9 +311,7 @@ def test_tracing_follows_permuted_stacked_and_split_axes() -> None:
     expected = dict(conversion(whole))
     found = {name: torch.full_like(t, -1) for name, t in expected.items()}
     for link in trace("w", shape, conversion):
-        source = whole[
-            tuple(slice(o, e) for o, e in zip(link.source_box.offset, link.source_box.end, strict=True))
-        ]
+        source = whole[tuple(slice(o, e) for o, e in zip(link.source_box.offset, link.source_box.end, strict=True))]
         axes = [a for a in link.axes if a is not None]
         moved = source.permute(*axes, *(a for a in range(3) if a not in axes)).reshape(link.target_box.extent)
         region = tuple(slice(o, e) for o, e in zip(link.target_box.offset, link.target_box.end, strict=True))

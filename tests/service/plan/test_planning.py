@@ -58,9 +58,7 @@ def random_specs(rng: random.Random) -> list[TensorSpec]:
 def random_bytes(rng: random.Random, specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
     """For each tensor its bytes, with the bytes of an element as the last axis."""
     return {
-        spec.name: np.frombuffer(rng.randbytes(spec.nbytes), np.uint8).reshape(
-            *spec.shape, spec.dtype.itemsize
-        )
+        spec.name: np.frombuffer(rng.randbytes(spec.nbytes), np.uint8).reshape(*spec.shape, spec.dtype.itemsize)
         for spec in specs
     }
 
@@ -68,9 +66,7 @@ def random_bytes(rng: random.Random, specs: Sequence[TensorSpec]) -> dict[str, n
 def stream_of(layout: Layout, tensors: dict[str, np.ndarray]) -> bytes:
     """The stream of a layout, by numpy alone."""
     parts = [
-        tensors[p.shard.tensor][
-            tuple(slice(o, e) for o, e in zip(p.shard.box.offset, p.shard.box.end, strict=True))
-        ]
+        tensors[p.shard.tensor][tuple(slice(o, e) for o, e in zip(p.shard.box.offset, p.shard.box.end, strict=True))]
         for p in layout.placements
     ]
     return b"".join(np.ascontiguousarray(part).tobytes() for part in parts)
@@ -160,9 +156,7 @@ def test_a_random_overlap_is_found_and_named(seed: int) -> None:
     }
     with pytest.raises(LayoutError) as error:
         share_out(layouts)
-    assert any(
-        "layer.weight" in line and str(victim) in line and str(extra) in line for line in error.value.details
-    )
+    assert any("layer.weight" in line and str(victim) in line and str(extra) in line for line in error.value.details)
 
 
 @pytest.mark.parametrize("mains", [0, 2])
@@ -176,7 +170,9 @@ def test_of_replicas_exactly_one_is_the_main_one(mains: int) -> None:
 
 @pytest.mark.parametrize("mains", [0, 1, 2, 4])
 def test_by_box_ranks_hold_replicas_of_each_other_whichever_is_called_the_main_one(mains: int) -> None:
-    """As under tensor parallelism with FSDP2: every rank has the norms, and halves of matrices are on two ranks each."""
+    """As under tensor parallelism with FSDP2: every rank has the norms, and halves of matrices are on two ranks
+    each.
+    """
     norm, matrix = TensorSpec("norm", DTYPES[0], (4,)), TensorSpec("matrix", DTYPES[0], (6, 4))
     halves = [Box((0, 0), (3, 4)), Box((3, 0), (3, 4))]
     layouts = {
@@ -358,9 +354,7 @@ def test_a_hole_in_a_stacked_tensor_is_named_where_it_would_be_seen(seed: int) -
     for line in lines:
         assert "has no source" in line
         box = box_in(line.partition(": ")[2])
-        region = missing[line.split()[0]][
-            tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
-        ]
+        region = missing[line.split()[0]][tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))]
         assert region.size == box.volume
         assert region.all()
         region[...] = False

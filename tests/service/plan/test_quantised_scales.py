@@ -77,9 +77,7 @@ def test_plain_models_have_none_whatever_their_names() -> None:
 
 def test_a_cast_names_the_scale_that_it_would_round_and_leaves_what_is_beside() -> None:
     named, scales = SCHEMES["GPTQ"]
-    with pytest.raises(
-        InvalidArgument, match=r"down_proj\.scales F16\[4, 4\] cannot be cast to BF16"
-    ) as refused:
+    with pytest.raises(InvalidArgument, match=r"down_proj\.scales F16\[4, 4\] cannot be cast to BF16") as refused:
         cast_specs(specs(named), dtypes.parse("bf16"), scales=frozenset(scales))
     assert "dequantise" in refused.value.fix
     as_it_is = cast_specs(specs(named), dtypes.parse("fp16"), scales=frozenset(scales))

@@ -70,8 +70,7 @@ def test_what_ranks_write_and_what_they_stream_fill_every_owners_files_exactly_o
         prepared.transfer.scatter(stream.data, 0, whole, str(rank))
 
     images = {
-        replica: {name: np.zeros_like(whole[name]) for name in spread.files_of(replica)}
-        for replica in set(homes)
+        replica: {name: np.zeros_like(whole[name]) for name in spread.files_of(replica)} for replica in set(homes)
     }
     counts = dict.fromkeys(whole, 0)
     found_divided = 0

@@ -63,9 +63,7 @@ def place(store: tuple[Path, Path], tmp_path: Path) -> Iterator[Damaged]:
     root, folder = store
     weights = root / f"models/{MODEL}/versions/{1:012d}/{WEIGHTS}"
     content = weights.read_bytes()
-    with running_service(
-        root, local_socket=str(tmp_path / "lane.sock"), exports=tmp_path / "exports"
-    ) as running:
+    with running_service(root, local_socket=str(tmp_path / "lane.sock"), exports=tmp_path / "exports") as running:
         found = Damaged(running, weights, content, folder)
         yield found
         found.restore()
@@ -92,9 +90,7 @@ def cut(place: Damaged) -> None:
 
 
 @pytest.mark.parametrize("lane", ["grpc", "local"])
-def test_a_whole_pull_compares_each_tensor_and_a_restored_file_is_served_again(
-    place: Damaged, lane: str
-) -> None:
+def test_a_whole_pull_compares_each_tensor_and_a_restored_file_is_served_again(place: Damaged, lane: str) -> None:
     flip(place)
     with EngineClient(place.running.address, lane=lane) as engine:
         for _ in range(2):

@@ -96,10 +96,7 @@ def stream(reading: Reading) -> bytes:
 
 def all_streams(replica: Weighbridge) -> dict[str, bytes]:
     serving = replica.serving
-    streams = {
-        name: stream(serving.pull(MODEL, "1", request, 0, dtype))
-        for name, (request, dtype) in REQUESTS.items()
-    }
+    streams = {name: stream(serving.pull(MODEL, "1", request, 0, dtype)) for name, (request, dtype) in REQUESTS.items()}
     for name, rank in RANKS.items():
         layout = serving.describe_shards(MODEL, rank)
         streams[f"restore {name}"] = stream(serving.restore(MODEL, "1", layout, 0))
@@ -146,9 +143,7 @@ def manifest(written: Written) -> Any:
 
 
 @pytest.mark.parametrize("cache", [SMALL, LARGE])
-def test_every_stream_is_the_image_s_from_s3_through_any_cache(
-    written: Written, tmp_path: Path, cache: int
-) -> None:
+def test_every_stream_is_the_image_s_from_s3_through_any_cache(written: Written, tmp_path: Path, cache: int) -> None:
     assert len([name for name in objects(written) if name.endswith(".safetensors")]) > 5
     with replica(written.location, tmp_path, cache) as running:
         found = all_streams(running.service)
@@ -375,8 +370,7 @@ def test_a_pull_that_is_given_up_lets_go_of_everything(written: Written, tmp_pat
         assert running.service.store_readers.count == 0
         # nothing stays pinned: the whole cache can be used for something else
         threads = [
-            threading.Thread(target=stream, args=(serving.pull(MODEL, "1", FullTensors(), 0),))
-            for _ in range(3)
+            threading.Thread(target=stream, args=(serving.pull(MODEL, "1", FullTensors(), 0),)) for _ in range(3)
         ]
         for thread in threads:
             thread.start()

@@ -1,7 +1,8 @@
 """A push in a simulated world.
 
-Around the state machine are replicas, ranks, a head.json that is changed by the real pure functions, and effects that are answered
-late, in any order, with failures, or with failures although the effect was carried out. Each seed is one run.
+Around the state machine are replicas, ranks, a head.json that is changed by the real pure functions, and effects that
+are answered late, in any order, with failures, or with failures although the effect was carried out. Each seed is one
+run.
 """
 
 from __future__ import annotations
@@ -128,9 +129,7 @@ class World:
         self.dice = random.Random(seed)
         self.now = Moment(1000.0, 1_000_000)
         self.head = Head()
-        self.replicas = [
-            Replica(Home(f"host{i}:1", f"boot{i}.0")) for i in range(self.dice.choice([1, 2, 3]))
-        ]
+        self.replicas = [Replica(Home(f"host{i}:1", f"boot{i}.0")) for i in range(self.dice.choice([1, 2, 3]))]
         self.limits = replace(LIMITS, spreading=len(self.replicas) > 1)
         self.spread = self.dice.random() < 0.6
         self.numbers: dict[int, str] = {}
@@ -275,9 +274,7 @@ class World:
         released = [number for number, entry in versions.items() if not entry.held]
         assert self.head.latest == max(released, default=0)
         Head.from_json(replace(self.head, generation=1).to_json())
-        assert bool(self.head.requires) == any(
-            entry.held for entry in (*versions.values(), *self.head.open.values())
-        )
+        assert bool(self.head.requires) == any(entry.held for entry in (*versions.values(), *self.head.open.values()))
 
     # --- the world
 
@@ -419,9 +416,7 @@ class World:
             sent = [(ranks[rank].client_id, ranks[rank].digest) for rank in range(len(ranks))]
             begun = PushState.taken_over(
                 replace(state.opened),
-                Declarations.taken_over(
-                    state.opened, to, sent, taken_agreement(agreed, number, to, len(ranks))
-                ),
+                Declarations.taken_over(state.opened, to, sent, taken_agreement(agreed, number, to, len(ranks))),
                 number,
                 self.limits,
                 state.ready_ms,
@@ -519,9 +514,7 @@ class World:
             self.post(replica, replica.pushes[entry.number], on.Described(entry))
 
     def begin(self, replica: Replica, entry: Any) -> None:
-        opened = Version(
-            "acme/m", entry.number, VersionState.OPEN, ranks=entry.ranks, create_time_ms=entry.created_ms
-        )
+        opened = Version("acme/m", entry.number, VersionState.OPEN, ranks=entry.ranks, create_time_ms=entry.created_ms)
         left = (entry.until_ms - self.now.unix_ms) / 1000
         known, holding = replica.known, HoldReasons.of(entry)
         state = PushState.begin(opened, replica.home, self.limits, known, left, self.now, holding)
@@ -816,7 +809,8 @@ class World:
     def settle(self, *, store_away: bool) -> None:
         """Let every push end: ranks are silent from here on, replicas exchange heartbeats, and effects are answered.
 
-        While the store is away, a visible version stays visible until another push needs its memory or a caller aborts it.
+        While the store is away, a visible version stays visible until another push needs its memory or a caller aborts
+        it.
         """
         self.fault_rate = 0.0
         for _ in range(3000):

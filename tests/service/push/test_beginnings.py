@@ -1,4 +1,6 @@
-"""Does the service know how a version began: how long ago the trainer had called when it was opened, and when its first byte came?"""
+"""Does the service know how a version began: how long ago the trainer had called when it was opened, and when its first
+byte came?
+"""
 
 from __future__ import annotations
 
@@ -146,14 +148,10 @@ def test_after_a_restart_receiving_lasts_from_the_opening_and_nothing_before_it_
         assert step_of(second, number) == {"receive": 4.3, **OF_AGENT}
 
 
-def test_only_the_replica_that_has_opened_a_version_knows_how_it_began(
-    tmp_path: Path, source: TinyModel
-) -> None:
+def test_only_the_replica_that_has_opened_a_version_knows_how_it_began(tmp_path: Path, source: TinyModel) -> None:
     with ExitStack() as stack:
         replicas = [
-            stack.enter_context(
-                running_service(tmp_path / "store", {MODEL: source.files}, advertise="127.0.0.1:0")
-            )
+            stack.enter_context(running_service(tmp_path / "store", {MODEL: source.files}, advertise="127.0.0.1:0"))
             for _ in range(2)
         ]
         clients = [stack.enter_context(RawClient(each.address)) for each in replicas]
@@ -163,18 +161,12 @@ def test_only_the_replica_that_has_opened_a_version_knows_how_it_began(
         }
         (number,) = numbers
         layouts = [rows_layout(source.arrays, rank, 2) for rank in range(2)]
-        declare = [
-            partial(clients[rank].declare, MODEL, number, layouts[rank], rank=rank) for rank in range(2)
-        ]
+        declare = [partial(clients[rank].declare, MODEL, number, layouts[rank], rank=rank) for rank in range(2)]
         with ThreadPoolExecutor() as pool:
             assigned = [each.result() for each in [pool.submit(each) for each in declare]]
             for rank, client in enumerate(clients):
-                client.push(
-                    MODEL, number, cut(stream_of(source.arrays, layouts[rank], assigned[rank])), rank=rank
-                )
-            for each in [
-                pool.submit(client.seal, MODEL, number, rank) for rank, client in enumerate(clients)
-            ]:
+                client.push(MODEL, number, cut(stream_of(source.arrays, layouts[rank], assigned[rank])), rank=rank)
+            for each in [pool.submit(client.seal, MODEL, number, rank) for rank, client in enumerate(clients)]:
                 each.result()
         eventually(lambda: all("receive" in step_of(each, number) for each in replicas))
         opened = beginning(replicas[0], MODEL, number)
@@ -192,9 +184,7 @@ def test_of_a_version_that_was_given_up_no_part_of_the_service_is_said(
     layout = whole_layout(source.arrays)
     pieces = cut(stream_of(source.arrays, layout, raw.declare(MODEL, number, layout)))
     raw.push(MODEL, number, pieces[:1])
-    raw.call(
-        raw.checkpoints.AbortVersion, pb.AbortVersionRequest(model=MODEL, number=number, reason="enough")
-    )
+    raw.call(raw.checkpoints.AbortVersion, pb.AbortVersionRequest(model=MODEL, number=number, reason="enough"))
     assert step_of(running, number) == OF_AGENT
 
 

@@ -1,4 +1,6 @@
-"""Does a version that is ready outlive the replica that received it, if the store does not take it before the replica leaves?"""
+"""Does a version that is ready outlive the replica that received it, if the store does not take it before the replica
+leaves?
+"""
 
 from __future__ import annotations
 
@@ -269,9 +271,7 @@ def test_a_replica_that_ends_during_the_handover_is_named(
         assert dying.service.catalog.snapshots.get(NAME, number) is None
 
 
-def test_a_version_that_was_given_up_before_is_handed_over_and_stays_live(
-    tmp_path: Path, source: TinyModel
-) -> None:
+def test_a_version_that_was_given_up_before_is_handed_over_and_stays_live(tmp_path: Path, source: TinyModel) -> None:
     with replicas(tmp_path, source, 2) as (leaving, staying):
         HeldStore(tmp_path / "store", source, [1])
         number = push(leaving.address, source.arrays)
@@ -316,9 +316,7 @@ def test_sigterm_ends_with_zero_after_a_handover_and_with_one_if_a_version_is_lo
 ) -> None:
     with ExitStack() as stack:
         store = tmp_path / "store"
-        staying = stack.enter_context(
-            running_service(store, advertise="127.0.0.1:0", scratch=tmp_path / "scratch")
-        )
+        staying = stack.enter_context(running_service(store, advertise="127.0.0.1:0", scratch=tmp_path / "scratch"))
         with TrainerClient(staying.address) as trainer:
             trainer.register_files(MODEL, source.files)
         leaving = Service(store, "--advertise", "127.0.0.1:0", "--drain-seconds", "4")

@@ -1,4 +1,6 @@
-"""Hold of a version while it is pushed: is it known in time, to everybody, and does it take no other version's place?"""
+"""Hold of a version while it is pushed: is it known in time, to everybody, and does it take no other version's
+place?
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,7 @@ def begun(entry: OpenEntry = OPENED, homes: tuple[int, ...] = (0,)) -> PushState
     return state
 
 
-def ready(
-    state: PushState, nonfinite: int = 0, opened: OpenEntry = OPENED
-) -> tuple[PushState, list[do.Effect]]:
+def ready(state: PushState, nonfinite: int = 0, opened: OpenEntry = OPENED) -> tuple[PushState, list[do.Effect]]:
     """The push when its rank has sealed and counted so many, and all that led to."""
     seen: list[do.Effect] = []
     for event in (on.HeadSaid(do.Confirm(), on.Verdict.OPEN, opened=opened), on.SealAsked(0, nonfinite)):

@@ -120,12 +120,7 @@ class Bench:
         return [event for event in self.events[which] if isinstance(event, kind)]
 
     def filled(self) -> list[str]:
-        return [
-            file
-            for each in range(len(self.writers))
-            for e in self.said(on.FilesFilled, each)
-            for file in e.files
-        ]
+        return [file for each in range(len(self.writers)) for e in self.said(on.FilesFilled, each) for file in e.files]
 
     def check(self) -> None:
         """Every file is filled once, and safetensors' own loader reads from it what ranks hold."""
@@ -437,9 +432,7 @@ def test_a_sample_finds_damage_and_names_rank_and_range() -> None:
             raise AssertionError("no piece of the sample lies here as a whole")
         [place, *_] = transfer.pieces(piece.start, piece.stop, str(piece.rank))
         files[place.file][place.file_offset] ^= 1
-        with pytest.raises(
-            DataLoss, match=f"bytes {piece.start} to {piece.stop} of the stream of rank {piece.rank}"
-        ):
+        with pytest.raises(DataLoss, match=f"bytes {piece.start} to {piece.stop} of the stream of rank {piece.rank}"):
             writer.compare_sample(files)
 
 
@@ -465,7 +458,9 @@ def test_a_range_is_collected_as_it_was_scattered(seed: int) -> None:
 
 
 def test_marks_are_revoked_as_soon_as_a_process_that_has_a_grant_may_write_over_what_came_otherwise() -> None:
-    """A rank pushes by gRPC while a process of it may still write to the image: which of the two is last is not known."""
+    """A rank pushes by gRPC while a process of it may still write to the image: which of the two is last is not
+    known.
+    """
     bench = Bench()
     marks = bench.writer.arrivals()
     bench.push(1)
@@ -533,7 +528,9 @@ def test_a_tensor_is_marked_when_its_last_byte_is_in_place_and_not_before(seed: 
 def test_a_reader_does_not_hold_up_ranks_however_many_tensors_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A push is accounted for in whole shards: no copy is planned anew for its marks, of which a model of experts has 100,000."""
+    """A push is accounted for in whole shards: no copy is planned anew for its marks, of which a model of experts has
+    100,000.
+    """
     bench = Bench()
     marks = bench.writer.arrivals()
     monkeypatch.setattr(type(bench.agreed.prepared.transfer), "_compile", None)

@@ -71,9 +71,7 @@ def _cli(service: RunningService, *arguments: str) -> Result:
     return CliRunner().invoke(commands, [*arguments, "--server", service.address])
 
 
-def test_warm_makes_the_memory_of_two_images_and_pushes_make_no_more(
-    tmp_path: Path, model: TinyModel
-) -> None:
+def test_warm_makes_the_memory_of_two_images_and_pushes_make_no_more(tmp_path: Path, model: TinyModel) -> None:
     with running_service(tmp_path / "store") as service, TrainerClient(service.address) as trainer:
         with pytest.raises(NotFound):
             trainer.warm(MODEL)
@@ -121,10 +119,7 @@ def test_an_image_lies_in_memory_that_its_model_had_before(tmp_path: Path) -> No
     pool = ImagePool(4 * PAGE, tmp_path, recalled.append)
     first = [acquire(pool, SIZES, ImageOwner("acme/first", 1 + i)) for i in range(2)]
     second = [acquire(pool, SIZES, ImageOwner("acme/second", 1 + i)) for i in range(2)]
-    own = {
-        name: {image.region.key for image in images}
-        for name, images in (("first", first), ("second", second))
-    }
+    own = {name: {image.region.key for image in images} for name, images in (("first", first), ("second", second))}
     for image in (second[0], first[0], second[1], first[1]):
         image.release()
     for name in ("first", "second", "second", "first"):

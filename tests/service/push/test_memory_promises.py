@@ -1,4 +1,6 @@
-"""A real service promises only the memory that is there, queues or refuses pushes with the figures, and doctor explains it."""
+"""A real service promises only the memory that is there, queues or refuses pushes with the figures, and doctor explains
+it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class Service:
     Args:
         store: its store.
         options: of the command line.
-        group: a control group that it runs in; all of its memory is charged to that, so it is forked from no other process.
+        group: a control group that it runs in; all of its memory is charged to that, so it is forked from no other
+            process.
         program: what Python runs.
     """
 
@@ -181,9 +184,7 @@ def test_a_push_that_waits_too_long_says_who_has_the_memory(tmp_path: Path, sour
         with pytest.raises(ResourceExhausted, match="acme/first@2 found no room within 0 s") as caught:
             trainer.push_folder(FIRST, source.folder).wait(timeout=30)
         [detail] = caught.value.details
-        assert detail.startswith(
-            "acme/first@1: 630.8 kB of memory, ready; kept until it is durable and a newer"
-        )
+        assert detail.startswith("acme/first@1: 630.8 kB of memory, ready; kept until it is durable and a newer")
         assert "serve with --memory-budget 2MiB or more" in caught.value.fix
         assert engine.version(FIRST, "live").number == 1
 
@@ -248,9 +249,7 @@ def test_the_budget_of_a_container_is_found_from_its_limit(tmp_path: Path) -> No
         # 1,800 less 1,280 for the service, and a little for what else the kernel charges
         assert 480 * MIB < found["budget"] < 520 * MIB
         assert not found["budget_chosen"]
-        assert (
-            f"control group /{group.name} left at the start" in service.doctor()[1]["memory budget"]["what"]
-        )
+        assert f"control group /{group.name} left at the start" in service.doctor()[1]["memory budget"]["what"]
 
 
 def test_without_a_service_doctor_says_what_the_machine_allows_one(tmp_path: Path) -> None:
@@ -261,9 +260,7 @@ def test_without_a_service_doctor_says_what_the_machine_allows_one(tmp_path: Pat
     lines = result.stdout.splitlines()[1:]
     assert re.match(rf"fail  service +http://{address}/v1/checks cannot be reached", lines[0])
     assert re.match(r" +what to do: is the service running", lines[1])
-    assert re.match(
-        r"warn  memory budget +989\.6 TB, as set by --memory-budget; the machine could give", lines[3]
-    )
+    assert re.match(r"warn  memory budget +989\.6 TB, as set by --memory-budget; the machine could give", lines[3])
     assert re.match(rf"ok    scratch folder +{tmp_path} has ", lines[5])
     for wrong in ("ftp://x", "file:///etc/passwd"):
         result = CliRunner().invoke(commands, ["doctor", "--http", wrong, "--json"])
@@ -273,8 +270,6 @@ def test_without_a_service_doctor_says_what_the_machine_allows_one(tmp_path: Pat
 
 def test_what_answers_and_is_no_service_is_said_to_be_none(tmp_path: Path, source: TinyModel) -> None:
     with running_service(tmp_path / "store") as running:  # its gRPC port
-        result = CliRunner().invoke(
-            commands, ["doctor", "--http", running.address, "--scratch", str(tmp_path)]
-        )
+        result = CliRunner().invoke(commands, ["doctor", "--http", running.address, "--scratch", str(tmp_path)])
     assert result.exit_code == 1
     assert "fail  service" in result.stdout

@@ -40,7 +40,9 @@ def test_every_order_of_events_keeps_all_promises_and_comes_to_an_end(batch: int
 
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_a_version_that_is_ready_outlives_replicas_that_leave_in_every_order_of_events(batch: int) -> None:
-    """Replicas leave when the version is ready, be it that ranks have pushed to one or to each; those that take it over may leave, too."""
+    """Replicas leave when the version is ready, be it that ranks have pushed to one or to each; those that take it over
+    may leave, too.
+    """
     seen: set[Phase] = set()
     calm, shares = 0, 0
     for seed in range(FIRST_SEED + batch, FIRST_SEED + RUNS, BATCHES):

@@ -46,9 +46,7 @@ class Job:
         def of_rank(rank: int) -> Version:
             options = {"metadata": said} if said and rank else {}
             pushing = self.ranks[rank].push_state_dict
-            return pushing(MODEL, self._weights, step=step, rank=rank, world_size=2, **options).wait(
-                timeout=60
-            )
+            return pushing(MODEL, self._weights, step=step, rank=rank, world_size=2, **options).wait(timeout=60)
 
         with ThreadPoolExecutor(2) as pool:
             return max(pool.map(of_rank, range(2)), key=lambda version: version.number)
@@ -125,6 +123,4 @@ def test_what_a_trainer_says_of_a_version_is_kept_where_there_is_no_room_for_mor
     one.push(1)
     other.push(1)
     assert one.push(2, said).metadata == said
-    assert any(
-        record.name.endswith("opener") and "another job" in record.getMessage() for record in caplog.records
-    )
+    assert any(record.name.endswith("opener") and "another job" in record.getMessage() for record in caplog.records)

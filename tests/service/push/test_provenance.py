@@ -37,9 +37,7 @@ def push(running: RunningService, source: TinyModel, step: int, *dtypes: torch.d
 
     def of_rank(rank: int, dtype: torch.dtype) -> None:
         with TrainerClient(running.address) as trainer:
-            handle = trainer.push_state_dict(
-                MODEL, state(source, dtype), step=step, rank=rank, world_size=len(dtypes)
-            )
+            handle = trainer.push_state_dict(MODEL, state(source, dtype), step=step, rank=rank, world_size=len(dtypes))
             numbers.append(handle.wait(timeout=60).number)
 
     ranks = [threading.Thread(target=of_rank, args=each) for each in enumerate(dtypes)]
@@ -69,10 +67,6 @@ def test_the_manifest_says_how_a_version_was_pushed(tmp_path: Path) -> None:
         # all three pushes have the same layouts, as layouts are in the model's dtypes
         digest = torch_shards(state(source, torch.float32), {s.name: s for s in source.specs}).layout.digest
         expected = hashlib.sha256(f"{digest}\n{digest}\n".encode()).hexdigest()
-        assert (
-            {each["layouts"] for each in said}
-            == {expected, said[0]["layouts"]}
-            == {layouts_digest([digest] * 2)}
-        )
+        assert {each["layouts"] for each in said} == {expected, said[0]["layouts"]} == {layouts_digest([digest] * 2)}
         assert imported["provenance"]["layouts"] != expected
         assert manifest(running, again)["lineage"] == {"parent": same}

@@ -1,4 +1,6 @@
-"""Is it told how far a push and its ranks are, when it is given up, which rank the others waited for, and what of that is kept?"""
+"""Is it told how far a push and its ranks are, when it is given up, which rank the others waited for, and what of that
+is kept?
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,7 @@ def ranks(*times: tuple[int, int]) -> list[RankProgress]:
     ],
     ids=["bytes", "declaring", "together", "alone", "not sealed yet", "not all declared", "a small part of the time"],
 )  # fmt: skip
-def test_the_rank_is_named_that_the_others_waited_for(
-    times: list[tuple[int, int]], expected: HeldUp | None
-) -> None:
+def test_the_rank_is_named_that_the_others_waited_for(times: list[tuple[int, int]], expected: HeldUp | None) -> None:
     assert held_up(ranks(*times)) == expected
 
 
@@ -84,9 +84,7 @@ def test_a_session_tells_how_far_each_rank_is_and_its_memory_when_each_was_done(
             assert (second.received_bytes, second.sealed_time_ms) == (0, 0)
             connection = Connection(running.address)
             with closing(connection):
-                assert connection.run(rank_progress(model, number)) == [first, second], (
-                    "clients read the same"
-                )
+                assert connection.run(rank_progress(model, number)) == [first, second], "clients read the same"
             assert first.declared_time_ms
             assert second.declared_time_ms
             for rank in range(2):
@@ -131,7 +129,5 @@ def test_ranks_that_pushed_to_other_replicas_are_not_missing_when_the_push_has_e
     version = Version("acme/smol", 1, VersionState.OPEN, ranks=2)
     state = PushState.begin(version, Home("here", "a:1"), Limits(), None, 60.0, Moment(0.0, 0))
     shown = VersionSnapshot(version)
-    ended = EndedPush(
-        state, shown, "", "", frozenset(), 0, [5, 5], [1, 0], [2, 0], [5, 0], [5, 5], frozenset({1})
-    )
+    ended = EndedPush(state, shown, "", "", frozenset(), 0, [5, 5], [1, 0], [2, 0], [5, 0], [5, 5], frozenset({1}))
     assert [each.stage for each in ended.progress.ranks] == [RankStage.SEALED, RankStage.ELSEWHERE]

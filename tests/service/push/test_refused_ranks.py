@@ -1,4 +1,6 @@
-"""A rank that is refused: are the other ranks of the push told at once, whether they wait or come later, and can the step be pushed again?"""
+"""A rank that is refused: are the other ranks of the push told at once, whether they wait or come later, and can the
+step be pushed again?
+"""
 
 from __future__ import annotations
 
@@ -61,9 +63,7 @@ def test_a_rank_that_waits_is_told_of_one_that_is_refused_before_it_asks(
         eventually(lambda: any(v.step == 1 for v in ranks[1].versions(MODEL, include_invisible=True)))
         with pytest.raises(LayoutError, match="no such tensor"):
             push(ranks, 1, {**weights(source), "model.norm.weigh": torch.ones(2)}, 1)
-        with pytest.raises(
-            VersionFailed, match=rf"(?s){MODEL}@\d+ was given up: rank 1 was refused:.*norm.weigh"
-        ):
+        with pytest.raises(VersionFailed, match=rf"(?s){MODEL}@\d+ was given up: rank 1 was refused:.*norm.weigh"):
             waiting.result(PATIENCE)
 
 
@@ -154,9 +154,7 @@ def test_who_is_refused_for_a_rank_that_takes_part_already_ends_nobodys_push(
         assert push(ranks, 1, weights(source), 6) == waiting.result(PATIENCE)
 
 
-def test_ranks_that_give_different_metadata_all_fail_at_once(
-    ranks: list[TrainerClient], source: TinyModel
-) -> None:
+def test_ranks_that_give_different_metadata_all_fail_at_once(ranks: list[TrainerClient], source: TinyModel) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(push, ranks, 0, weights(source), 4, metadata={"reward": 0.5})
         eventually(lambda: any(v.step == 4 for v in ranks[1].versions(MODEL, include_invisible=True)))
@@ -188,13 +186,8 @@ def test_arguments_that_are_none_are_named(
     assert told in str(raised.value)
 
 
-def test_steps_of_numpy_are_steps_and_a_push_shows_itself(
-    ranks: list[TrainerClient], source: TinyModel
-) -> None:
+def test_steps_of_numpy_are_steps_and_a_push_shows_itself(ranks: list[TrainerClient], source: TinyModel) -> None:
     handle = ranks[0].push_state_dict(MODEL, weights(source), step=np.int64(12), metadata={"ok": np.True_})
     version = handle.wait(timeout=PATIENCE)
     assert (version.step, version.metadata) == (12, {"ok": True})
-    assert (
-        repr(handle)
-        == f"<PushHandle {version.model}@{version.number}: {handle.stream_bytes} bytes, delivered>"
-    )
+    assert repr(handle) == f"<PushHandle {version.model}@{version.number}: {handle.stream_bytes} bytes, delivered>"

@@ -1,4 +1,6 @@
-"""Are ranks that hold different bytes under one box told so, with the tensor and both ranks, and all others let alone?"""
+"""Are ranks that hold different bytes under one box told so, with the tensor and both ranks, and all others let
+alone?
+"""
 
 from __future__ import annotations
 

@@ -100,9 +100,7 @@ def test_versions_that_were_published_leave_no_digests_in_memory(tmp_path: Path)
                 number = client.push_whole(MODEL, tiny.arrays)
                 finished(running)
             nbytes = len(stream_of(tiny.arrays, whole_layout(tiny.arrays), range(len(tiny.arrays))))
-            assert client.received(MODEL, number) == [(0, nbytes)], (
-                "a rank that asks again is told that all has come"
-            )
+            assert client.received(MODEL, number) == [(0, nbytes)], "a rank that asks again is told that all has come"
             return entries()
 
         before = entries()
@@ -158,9 +156,7 @@ def test_many_models_with_a_durable_version_each_hold_no_more_than_a_few(tmp_pat
 
 
 @with_settings(kept_images=3)
-def test_the_images_that_were_read_last_are_kept(
-    running: RunningService, client: RawClient, tiny: TinyModel
-) -> None:
+def test_the_images_that_were_read_last_are_kept(running: RunningService, client: RawClient, tiny: TinyModel) -> None:
     def in_memory() -> list[str]:
         known = running.service.catalog.snapshots.get
         return [name for name in names if (v := known(ModelName.parse(name), 1)) is not None and v.image]
@@ -292,9 +288,7 @@ def test_a_store_that_is_away_is_said_once_and_again_when_it_is_back(
     heads: Any = Heads()
     store: Any = None
     model: Any = SimpleNamespace(name=NAME)
-    publisher = Publisher(
-        store, heads, model, OpenEntry(1, "r", 1, "r", 1, 1, 2, "", 0), Home("host:1", "boot")
-    )
+    publisher = Publisher(store, heads, model, OpenEntry(1, "r", 1, "r", 1, 1, 2, "", 0), Home("host:1", "boot"))
     with caplog.at_level("INFO"):
         for away in (True, True, True, False, False, True, True):
             heads.away = away
@@ -405,9 +399,7 @@ def test_calls_of_the_store_that_hang_keep_no_others_from_it() -> None:
         pools.stop(10.0)
 
 
-@pytest.mark.parametrize(
-    "kind", [do.Digest, do.Confirm, do.Upload, do.UploadDigests, do.WriteManifestAndPublish]
-)
+@pytest.mark.parametrize("kind", [do.Digest, do.Confirm, do.Upload, do.UploadDigests, do.WriteManifestAndPublish])
 def test_an_effect_that_cannot_be_begun_is_tried_again(
     tmp_path: Path, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, kind: type[do.Effect]
 ) -> None:
@@ -466,8 +458,6 @@ def test_a_service_that_loses_a_visible_version_when_it_ends_says_so(
 
     monkeypatch.setattr(Publisher, "publish", away)
     number = client.push_whole(MODEL, tiny.arrays)
-    eventually(
-        lambda: [version.number for version in running.service.catalog.snapshots.not_durable] == [number]
-    )
+    eventually(lambda: [version.number for version in running.service.catalog.snapshots.not_durable] == [number])
     assert not running.service.drain()
     assert "is lost: not durable: the store is away" in caplog.text

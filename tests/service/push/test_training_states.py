@@ -167,9 +167,7 @@ def test_ranks_that_contradict_each_other_are_told_in_which_tensor(client: RawCl
     number = client.open(TRAINING, ranks=2, request_id="r")
     for rank, shape in enumerate([(4, 4), (4, 5)]):
         box = Box((0, 0), (2, shape[1])) if rank == 0 else Box((2, 0), (2, shape[1]))
-        layout = Layout.stream(
-            [TensorSpec("exp_avg", dtypes.parse("fp32"), shape)], [Shard("exp_avg", box, main=True)]
-        )
+        layout = Layout.stream([TensorSpec("exp_avg", dtypes.parse("fp32"), shape)], [Shard("exp_avg", box, main=True)])
         with pytest.raises(errors.LayoutError if rank else errors.DeadlineExceeded) as raised:
             client.declare(TRAINING, number, layout, rank=rank, seconds=5.0 if rank else 0.2)
     assert any("exp_avg" in line and "rank 1" in line for line in raised.value.details)
@@ -200,9 +198,7 @@ def test_states_have_the_numbers_of_the_weights_they_are_pushed_with(client: Raw
     assert push(client, state(1, step=4), 1, step=4) == weights[4] + 2
 
 
-def test_a_state_needs_a_model_and_no_model_is_registered_as_one(
-    client: RawClient, trainer: TrainerClient
-) -> None:
+def test_a_state_needs_a_model_and_no_model_is_registered_as_one(client: RawClient, trainer: TrainerClient) -> None:
     with pytest.raises(errors.NotFound, match="no model acme/other"):
         client.open("acme/other:training")
     with pytest.raises(errors.NotFound, match="has no training state"):
@@ -226,9 +222,7 @@ def test_states_are_versions_of_their_own(client: RawClient, trainer: TrainerCli
     assert trainer.retention(MODEL) == Retention()
 
 
-def test_a_model_is_deleted_with_its_states(
-    client: RawClient, trainer: TrainerClient, service: RunningService
-) -> None:
+def test_a_model_is_deleted_with_its_states(client: RawClient, trainer: TrainerClient, service: RunningService) -> None:
     number = push(client, state(1, step=1), 1)
     trainer.wait_for(TRAINING, number, VersionState.DURABLE, timeout=20)
     opened = client.open(TRAINING, request_id="open")

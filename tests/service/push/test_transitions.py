@@ -131,7 +131,9 @@ def test_a_replica_that_hears_that_a_version_is_published_looks_at_the_head_at_o
 
 
 def filled_alone(limits: Limits = LIMITS) -> tuple[PushState, tuple[do.Effect, ...]]:
-    """A version of which one replica alone has got all bytes from one rank, which has not sealed; and what that has led to."""
+    """A version of which one replica alone has got all bytes from one rank, which has not sealed; and what that has led
+    to.
+    """
     home = Home("host0:1", "boot0")
     opened = Version("acme/m", 1, VersionState.OPEN, ranks=1, create_time_ms=1)
     state = PushState.begin(opened, home, limits, None, 120.0, NOW)
@@ -185,9 +187,7 @@ def test_what_is_left_when_all_bytes_are_here_waits_until_ranks_need_not_wait_an
     assert {do.Upload(file) for file in FILES} <= set(effects)
 
 
-def test_a_file_is_uploaded_beside_its_digests_unless_these_are_needed_to_tell_whether_it_has_changed() -> (
-    None
-):
+def test_a_file_is_uploaded_beside_its_digests_unless_these_are_needed_to_tell_whether_it_has_changed() -> None:
     state, effects = step(ready_alone(), on.Claimed(), NOW)
     assert {do.Upload(file) for file in FILES} <= set(effects)
     state, effects = step(state, on.PerhapsUnchanged("a"), NOW)

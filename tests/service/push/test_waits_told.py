@@ -62,9 +62,7 @@ def test_who_has_not_come_is_said_on_all_sides_and_an_abort_ends_the_wait(
     def said(logger: str) -> list[str]:
         return [each.getMessage() for each in caplog.records if each.name.startswith(logger)]
 
-    eventually(
-        lambda: any("waits for rank 1 to declare" in line for line in said("weighbridge_service.push"))
-    )
+    eventually(lambda: any("waits for rank 1 to declare" in line for line in said("weighbridge_service.push")))
     with EngineClient(service.address) as engine:
         assert engine.version(MODEL, 1).waits_for == ("rank 1 to declare",)
         (version,) = engine.versions(MODEL, include_invisible=True)
@@ -74,13 +72,9 @@ def test_who_has_not_come_is_said_on_all_sides_and_an_abort_ends_the_wait(
     assert "waits for rank 1 to declare" in shown.stdout
     shown = CliRunner().invoke(commands, ["show", f"{MODEL}@1", "--server", service.address])
     assert "rank 1 to declare" in shown.stdout
-    eventually(
-        lambda: sum("waits for rank 1 to declare" in line for line in said("weighbridge._clients")) > 1
-    )
+    eventually(lambda: sum("waits for rank 1 to declare" in line for line in said("weighbridge._clients")) > 1)
 
-    gone = CliRunner().invoke(
-        commands, ["abort", f"{MODEL}@1", "--reason", "no rank 1", "--server", service.address]
-    )
+    gone = CliRunner().invoke(commands, ["abort", f"{MODEL}@1", "--reason", "no rank 1", "--server", service.address])
     assert (gone.exit_code, gone.stdout) == (0, f"{MODEL}@1 (aborted, step 1): no rank 1\n")
     for rank in ranks:
         rank.join(20.0)
@@ -93,9 +87,7 @@ def test_a_rank_that_does_not_seal_is_named_to_whoever_waits_for_the_version(
     service: RunningService, source: TinyModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "weighbridge")
-    opened = service.service.intake.opener.open_version(
-        MODEL, step=1, run="r", ranks=2, request_id="q", client_id="c"
-    )
+    opened = service.service.intake.opener.open_version(MODEL, step=1, run="r", ranks=2, request_id="q", client_id="c")
     layouts = [rows_layout(source.arrays, rank, 2) for rank in range(2)]
     pending = [
         service.service.intake.declare_layout(

@@ -1,4 +1,6 @@
-"""Does every replica know the engines that report to any of them, and keep what they serve while one of them is away?"""
+"""Does every replica know the engines that report to any of them, and keep what they serve while one of them is
+away?
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,7 @@ def source(tmp_path: Path) -> TinyModel:
 @pytest.fixture
 def pair(tmp_path: Path, source: TinyModel) -> Iterator[tuple[KillableService, KillableService]]:
     """Two replicas that know each other, over a store with three versions of which the rules keep one."""
-    found = tuple(
-        KillableService(tmp_path / "store", advertise="127.0.0.1:0", report_every=0.5) for _ in range(2)
-    )
+    found = tuple(KillableService(tmp_path / "store", advertise="127.0.0.1:0", report_every=0.5) for _ in range(2))
     for each in found:
         each.start()
     with TrainerClient(found[0].address) as trainer:
@@ -54,9 +54,7 @@ def test_what_is_reported_to_one_all_list_and_keep_though_it_is_killed(
 ) -> None:
     one, two = pair
     with EngineClient(one.address) as at_one, EngineClient(two.address) as at_two:
-        reporter = EngineReporter(
-            at_one, MODEL, kind="vllm", address="http://node7:8000", ref="latest", version=1
-        )
+        reporter = EngineReporter(at_one, MODEL, kind="vllm", address="http://node7:8000", ref="latest", version=1)
         with closing(reporter):
             eventually(lambda: listed(at_two))
             reporter.say(state="serving", version=2)
@@ -93,9 +91,7 @@ def test_a_replica_tells_of_many_engines_in_several_calls(
     one, two = pair
     with EngineClient(one.address) as at_one, EngineClient(two.address) as at_two:
         for number in range(300):
-            said = replace(
-                REPORT, engine_id=f"e{number}", address=f"http://node{number}:8000", error="x" * 1000
-            )
+            said = replace(REPORT, engine_id=f"e{number}", address=f"http://node{number}:8000", error="x" * 1000)
             at_one._connection.run(report_engine(said))
         eventually(lambda: len(listed(at_two)) == 300)
 

@@ -35,8 +35,7 @@ class Job:
         self.source = source
         addresses = [replica.address for replica in replicas]
         self.ranks = [
-            stack.enter_context(TrainerClient(",".join(order), run="r"))
-            for order in (addresses, addresses[::-1])
+            stack.enter_context(TrainerClient(",".join(order), run="r")) for order in (addresses, addresses[::-1])
         ]
         self._pool = stack.enter_context(ThreadPoolExecutor(RANKS))
 
@@ -246,9 +245,7 @@ def test_a_replica_is_answered_at_once_that_stops_after_a_version_was_aborted(
             job.replicas[1].service.intake.stop()  # ends what waits
 
 
-def test_the_time_for_stopping_begins_before_the_others_are_told(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_for_stopping_begins_before_the_others_are_told(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     told_at: list[float] = []
 
     def leave(self: KnownReplicas) -> frozenset[tuple[str, int]]:

@@ -1,4 +1,6 @@
-"""Can a version that several replicas hold together be relied on before it is durable: pulled to the bit, or failed by name?"""
+"""Can a version that several replicas hold together be relied on before it is durable: pulled to the bit, or failed by
+name?
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,7 @@ NAME = ModelName.parse(MODEL)
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        registered_model, "lay_out_files", functools.partial(lay_out_files, max_shard_bytes=FILE_BYTES)
-    )
+    monkeypatch.setattr(registered_model, "lay_out_files", functools.partial(lay_out_files, max_shard_bytes=FILE_BYTES))
 
 
 @pytest.fixture
@@ -131,9 +131,7 @@ def test_a_version_is_pulled_from_its_owners_before_it_is_durable(
             assert_equal(engine, MODEL, number, arrays)
 
 
-def test_restores_and_exports_read_a_ready_version_at_each_replica(
-    tmp_path: Path, sources: list[TinyModel]
-) -> None:
+def test_restores_and_exports_read_a_ready_version_at_each_replica(tmp_path: Path, sources: list[TinyModel]) -> None:
     arrays = sources[1].arrays
     store = HeldStore(tmp_path / "store", sources[0], [1])
     with (

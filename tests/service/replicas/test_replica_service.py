@@ -1,4 +1,6 @@
-"""Do replicas exchange news at once, read each other's files to the bit, and notice a lost replica, without the store?"""
+"""Do replicas exchange news at once, read each other's files to the bit, and notice a lost replica, without the
+store?
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ MIB = 1 << 20
 
 
 class Replica:
-    """A process of the service, reduced to the parts that other replicas use; a test gives `SharedPushes` and `OwnFiles`."""
+    """A process of the service, reduced to the parts that other replicas use; a test gives `SharedPushes` and
+    `OwnFiles`.
+    """
 
     def __init__(
         self,
@@ -140,9 +144,7 @@ class Replica:
 
         return self.files[file], Hold(end)
 
-    def take_over(
-        self, sender: Home, version: HandedVersion, memory_wait: float, go_on: Callable[[], bool]
-    ) -> None:
+    def take_over(self, sender: Home, version: HandedVersion, memory_wait: float, go_on: Callable[[], bool]) -> None:
         raise Unavailable(f"{version.key} of {sender} is not wanted")
 
     def share(self, stage: Stage, peers: Sequence[Replica], **fields: object) -> SharedPush:
@@ -327,9 +329,7 @@ def test_any_part_of_a_file_is_read_from_its_owner(
     assert owner.budget.in_flight.nbytes[Direction.REPLICAS] == 0
 
 
-def test_what_an_owner_does_not_give_is_refused_with_the_reason(
-    make: Callable[..., Replica], data: np.ndarray
-) -> None:
+def test_what_an_owner_does_not_give_is_refused_with_the_reason(make: Callable[..., Replica], data: np.ndarray) -> None:
     owner, reader = make(), make()
     owner.files[FILE] = data
     with pytest.raises(InvalidArgument, match="5255225 bytes"):
@@ -352,9 +352,7 @@ def test_files_for_other_replicas_stay_within_their_share_of_the_byte_budget(
     channel = grpc.insecure_channel(owner.home.address)
     stub = replica_service_pb2_grpc.ReplicaServiceStub(channel)
     calls = [
-        stub.ReadFile(
-            pb.ReadFileRequest(model=KEY[0], number=3, claim=CLAIM, file=FILE, offset=0, length=64 * MIB)
-        )
+        stub.ReadFile(pb.ReadFileRequest(model=KEY[0], number=3, claim=CLAIM, file=FILE, offset=0, length=64 * MIB))
         for _ in range(12)
     ]
     eventually(lambda: owner.budget.in_flight.waiting[Direction.REPLICAS] > 0)
@@ -377,9 +375,7 @@ class Source:
         self.error: WeighbridgeError | None = None
         self.owner = owner
         files = PeerFiles(reader.links, self.cache, self.store, **options)
-        self.file = files.open(MODEL, 3, CLAIM, lambda _file: self.owner, {FILE: nbytes}, self._is_durable)[
-            FILE
-        ]
+        self.file = files.open(MODEL, 3, CLAIM, lambda _file: self.owner, {FILE: nbytes}, self._is_durable)[FILE]
 
     def _is_durable(self) -> bool:
         if self.error is not None:

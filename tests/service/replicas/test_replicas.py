@@ -65,9 +65,7 @@ FILE_BYTES = 20_000
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        registered_model, "lay_out_files", functools.partial(lay_out_files, max_shard_bytes=FILE_BYTES)
-    )
+    monkeypatch.setattr(registered_model, "lay_out_files", functools.partial(lay_out_files, max_shard_bytes=FILE_BYTES))
 
 
 @pytest.fixture
@@ -155,14 +153,11 @@ def push_rank(
     return number
 
 
-def push_all(
-    clients: Sequence[RawClient], arrays: Arrays, layout_of: LayoutOf, ranks: int, request_id: str
-) -> int:
+def push_all(clients: Sequence[RawClient], arrays: Arrays, layout_of: LayoutOf, ranks: int, request_id: str) -> int:
     """All ranks push, each to the replica that its client is connected to; the version's number."""
     with ThreadPoolExecutor(ranks) as pool:
         pushes = [
-            pool.submit(push_rank, clients[rank], arrays, layout_of, rank, ranks, request_id)
-            for rank in range(ranks)
+            pool.submit(push_rank, clients[rank], arrays, layout_of, rank, ranks, request_id) for rank in range(ranks)
         ]
         (number,) = {push.result(60) for push in pushes}
         return number
@@ -186,9 +181,7 @@ def test_layouts_of_a_deleted_model_go_with_a_collection_and_those_of_its_succes
         store = running[0].service.catalog.store
 
         def layouts() -> set[str]:
-            return {
-                key.removeprefix(f"{NAME.prefix}layouts/") for key in store.list(f"{NAME.prefix}layouts/")
-            }
+            return {key.removeprefix(f"{NAME.prefix}layouts/") for key in store.list(f"{NAME.prefix}layouts/")}
 
         with EngineClient(running[0].address) as engine, TrainerClient(running[0].address) as trainer:
             number = push_all(clients, sources[0].arrays, rows_layout, 2, "before")
@@ -321,15 +314,11 @@ def test_each_replica_holds_only_the_files_that_it_writes(tmp_path: Path, source
         assert files[0] | files[1] == files_of(sources[1].arrays).file_sizes.keys()
 
 
-def test_a_request_gets_one_number_whichever_replica_is_asked(
-    tmp_path: Path, sources: list[TinyModel]
-) -> None:
+def test_a_request_gets_one_number_whichever_replica_is_asked(tmp_path: Path, sources: list[TinyModel]) -> None:
     with replicas(tmp_path / "store", 3, sources) as running, ExitStack() as stack:
         clients = [stack.enter_context(RawClient(each.address)) for each in running]
         with ThreadPoolExecutor(12) as pool:
-            opened = [
-                pool.submit(clients[i % 3].open, MODEL, ranks=3, request_id=f"r/{i % 4}") for i in range(12)
-            ]
+            opened = [pool.submit(clients[i % 3].open, MODEL, ranks=3, request_id=f"r/{i % 4}") for i in range(12)]
         numbers = [each.result() for each in opened]
         assert all(numbers[i] == numbers[i + 4] == numbers[i + 8] for i in range(4))
         assert sorted(numbers[:4]) == [1, 2, 3, 4]
@@ -392,9 +381,7 @@ def test_two_processes_that_both_have_all_ranks_do_not_write_one_version(
 
         def push(which: int, request_id: str) -> None:
             try:
-                outcomes[which] = push_rank(
-                    clients[which], sources[which].arrays, rows_layout, 0, 1, request_id
-                )
+                outcomes[which] = push_rank(clients[which], sources[which].arrays, rows_layout, 0, 1, request_id)
             except WeighbridgeError as error:
                 outcomes[which] = error
 
@@ -411,8 +398,7 @@ def test_two_processes_that_both_have_all_ranks_do_not_write_one_version(
                         trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
                         found = pulled(engine, MODEL, number)
                         assert any(
-                            all(found[n] == a.tobytes() for n, a in source.arrays.items())
-                            for source in sources[:2]
+                            all(found[n] == a.tobytes() for n, a in source.arrays.items()) for source in sources[:2]
                         ), f"version {number} is a mixture"
                         assert not trainer.verify(MODEL, number).problems
                         durable += 1
@@ -460,9 +446,7 @@ def test_files_that_are_as_in_the_version_before_are_copied_by_the_store(
             trainer.wait_for(MODEL, first, VersionState.DURABLE, timeout=20)
             written: list[str] = []
             put = store.put
-            monkeypatch.setattr(
-                store, "put", lambda key, *a, **k: (written.append(key), put(key, *a, **k))[1]
-            )
+            monkeypatch.setattr(store, "put", lambda key, *a, **k: (written.append(key), put(key, *a, **k))[1])
             second = raw.push_whole(MODEL, changed)
             trainer.wait_for(MODEL, second, VersionState.DURABLE, timeout=20)
             monkeypatch.undo()
@@ -535,9 +519,7 @@ def test_who_asks_the_wrong_replica_does_not_end_a_version(tmp_path: Path, sourc
             assert_equal(engine, MODEL, number, arrays)
 
 
-def test_a_replica_that_only_opened_a_version_does_not_end_it(
-    tmp_path: Path, sources: list[TinyModel]
-) -> None:
+def test_a_replica_that_only_opened_a_version_does_not_end_it(tmp_path: Path, sources: list[TinyModel]) -> None:
     """A connection moved on to another replica between the opening and the rest."""
     arrays = sources[1].arrays
     with (
@@ -565,15 +547,16 @@ def all_have_heard_of(running: Sequence[RunningService], number: int, rank: int)
     """Whether each of these replicas knows what the ranks up to this one have declared."""
     sessions = [each.service.registry.get(NAME, number) for each in running]
     return all(
-        session is not None and min(session.state.declarations.absent, default=rank + 1) > rank
-        for session in sessions
+        session is not None and min(session.state.declarations.absent, default=rank + 1) > rank for session in sessions
     )
 
 
 def test_a_replica_that_writes_no_file_still_tells_the_others_what_its_ranks_declare(
     tmp_path: Path, sources: list[TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies of a model of one file: one replica writes it, the other one's rank declares last and has nothing to push."""
+    """Copies of a model of one file: one replica writes it, the other one's rank declares last and has nothing to
+    push.
+    """
     monkeypatch.setattr(registered_model, "lay_out_files", lay_out_files)
     arrays = sources[1].arrays
     with replicas(tmp_path / "store", 2, sources, receive_timeout=15.0) as running, ExitStack() as stack:
@@ -612,9 +595,7 @@ def test_a_store_that_fails_now_and_then_does_not_keep_replicas_from_agreeing(
             call = getattr(store, name)
 
             def spoilt(key: str, *arguments: Any, **options: Any) -> Any:
-                kind = next(
-                    (k for k in ("/declared-", "/written-", "/layouts/", "/incoming/") if k in key), None
-                )
+                kind = next((k for k in ("/declared-", "/written-", "/layouts/", "/incoming/") if k in key), None)
                 if kind is None or (which, name, kind) in failed:
                     return call(key, *arguments, **options)
                 failed.add((which, name, kind))
@@ -658,9 +639,7 @@ def test_a_step_that_is_pushed_again_right_after_it_failed_gets_a_new_number(
         trainer.wait_for(MODEL, last, VersionState.DURABLE, timeout=20)
 
 
-def test_a_deleted_version_gives_its_room_back_although_it_was_read(
-    tmp_path: Path, sources: list[TinyModel]
-) -> None:
+def test_a_deleted_version_gives_its_room_back_although_it_was_read(tmp_path: Path, sources: list[TinyModel]) -> None:
     with (
         replicas(tmp_path / "store", 1, sources, grace_seconds=1.0, collect_every=0.0) as running,
         RawClient(running[0].address) as raw,
@@ -710,8 +689,7 @@ def test_a_stranger_who_pushes_under_a_claim_neither_ends_a_version_nor_gets_byt
             push_straight(clients[0], number, claim, 2, 0, rubbish)
         with ThreadPoolExecutor(2) as pool:
             for done in [
-                pool.submit(clients[rank].push, MODEL, number, cut(streams[rank]), rank=rank)
-                for rank in range(2)
+                pool.submit(clients[rank].push, MODEL, number, cut(streams[rank]), rank=rank) for rank in range(2)
             ]:
                 done.result(30)
             for done in [pool.submit(clients[rank].seal, MODEL, number, rank=rank) for rank in range(2)]:
@@ -753,14 +731,10 @@ def test_what_no_replica_has_declared_fails_the_version_at_once_and_says_where_i
 
 
 @pytest.mark.parametrize("name", ["written-zz", "written-000009", "written-", "written-1"])
-def test_what_no_replica_has_handed_in_is_passed_over(
-    tmp_path: Path, sources: list[TinyModel], name: str
-) -> None:
+def test_what_no_replica_has_handed_in_is_passed_over(tmp_path: Path, sources: list[TinyModel], name: str) -> None:
     with replicas(tmp_path / "store", 2, sources) as running, ExitStack() as stack:
         clients = [stack.enter_context(RawClient(each.address)) for each in running]
-        running[0].service.catalog.store.put(
-            f"{NAME.prefix}incoming/{1:012}/{name}", b'{"claim":"x"}', mode="create"
-        )
+        running[0].service.catalog.store.put(f"{NAME.prefix}incoming/{1:012}/{name}", b'{"claim":"x"}', mode="create")
         number = push_all(clients, sources[1].arrays, rows_layout, 2, "r/1")
         with EngineClient(running[0].address) as engine:
             engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)

@@ -35,9 +35,7 @@ from weighbridge_service.replicas.takeovers import handed_from_proto, handed_to_
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        registered_model, "lay_out_files", functools.partial(lay_out_files, max_shard_bytes=FILE_BYTES)
-    )
+    monkeypatch.setattr(registered_model, "lay_out_files", functools.partial(lay_out_files, max_shard_bytes=FILE_BYTES))
 
 
 @pytest.fixture
@@ -305,7 +303,9 @@ def test_a_replica_whose_answer_is_lost_is_asked_again_and_nothing_is_reported_a
 def test_a_replica_that_is_not_heard_any_more_is_known_to_have_taken_over_from_elsewhere(
     tmp_path: Path, source: TinyModel, together: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """head.json names the new owner of a version that one replica held alone; the new owner of a share reports itself."""
+    """head.json names the new owner of a version that one replica held alone; the new owner of a share reports
+    itself.
+    """
     with replicas(tmp_path, source, 2) as (leaving, staying), answers_lost(leaving, 1000):
         held = HeldStore(tmp_path / "store", source, [1])
         number = push([each.address for each in ((leaving, staying) if together else (leaving,))], source)
@@ -328,9 +328,7 @@ def test_memory_that_others_use_is_waited_for_within_the_time_that_the_one_that_
         number = push([leaving.address], source)
         with RawClient(staying.address) as raw, TrainerClient(staying.address) as trainer:
             other = raw.open(MODEL, step=99, request_id="another")
-            raw.declare(
-                MODEL, other, rows_layout(source.arrays, 0, 1)
-            )  # its image is all that there is room for
+            raw.declare(MODEL, other, rows_layout(source.arrays, 0, 1))  # its image is all that there is room for
             take_over, asked = staying.service.taking_over.take_over, threading.Event()
 
             def ask(*arguments: Any) -> None:
@@ -401,9 +399,7 @@ def test_sigterm_ends_with_zero_if_the_share_was_handed_over_and_with_one_if_it_
 ) -> None:
     store, program = tmp_path / "store", ("-m", "benchmarks.many_files", str(FILE_BYTES))
     with ExitStack() as stack:
-        staying = stack.enter_context(
-            running_service(store, advertise="127.0.0.1:0", scratch=tmp_path / "scratch")
-        )
+        staying = stack.enter_context(running_service(store, advertise="127.0.0.1:0", scratch=tmp_path / "scratch"))
         with TrainerClient(staying.address) as trainer:
             trainer.register_files(MODEL, source.files)
         leaving = Service(store, "--advertise", "127.0.0.1:0", "--drain-seconds", "10", program=program)

@@ -1,4 +1,6 @@
-"""Is a push over several nodes as good as one on one node: shared memory for what stays on a node, gRPC for the rest?"""
+"""Is a push over several nodes as good as one on one node: shared memory for what stays on a node, gRPC for the
+rest?
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,7 @@ RANKS = 8
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        registered_model, "lay_out_files", functools.partial(lay_out_files, max_shard_bytes=FILE_BYTES)
-    )
+    monkeypatch.setattr(registered_model, "lay_out_files", functools.partial(lay_out_files, max_shard_bytes=FILE_BYTES))
 
 
 @pytest.fixture
@@ -80,16 +80,17 @@ def nodes(
 def push_all(
     clients: Sequence[TrainerClient], arrays: Arrays, layout_of: LayoutOf, step: int
 ) -> tuple[int, list[PushReport]]:
-    """All ranks push; the version's number, and what each one's push cost. Tensors are overwritten when `push` has returned."""
+    """All ranks push; the version's number, and what each one's push cost.
+
+    Tensors are overwritten when `push` has returned.
+    """
 
     def push(rank: int) -> tuple[int, PushReport]:
         layout = layout_of(arrays, rank, len(clients))
         held = [
             torch.from_numpy(
                 arrays[p.shard.tensor][
-                    tuple(
-                        slice(o, o + e) for o, e in zip(p.shard.box.offset, p.shard.box.extent, strict=True)
-                    )
+                    tuple(slice(o, o + e) for o, e in zip(p.shard.box.offset, p.shard.box.extent, strict=True))
                 ].copy()
             )
             for p in layout.placements
@@ -128,8 +129,7 @@ def test_ranks_write_what_their_own_replica_owns_and_stream_the_rest(
 ) -> None:
     with nodes(location, tmp_path, sources[0]) as running, ExitStack() as stack:
         clients = [
-            stack.enter_context(TrainerClient(running[node_of(rank)].address, lane="auto"))
-            for rank in range(RANKS)
+            stack.enter_context(TrainerClient(running[node_of(rank)].address, lane="auto")) for rank in range(RANKS)
         ]
         engines = [stack.enter_context(EngineClient(each.address, lane="grpc")) for each in running]
         before = [0, 0]
@@ -181,15 +181,11 @@ def push_watched(client: TrainerClient, arrays: Arrays, rank: int, before: Calla
 
     def open_source(indexes: Sequence[int], stream: Layout) -> ShardSource:
         shards = [layout.placements[i].shard for i in indexes]
-        boxes = [
-            tuple(slice(o, o + e) for o, e in zip(s.box.offset, s.box.extent, strict=True)) for s in shards
-        ]
+        boxes = [tuple(slice(o, o + e) for o, e in zip(s.box.offset, s.box.extent, strict=True)) for s in shards]
         tensors = [torch.from_numpy(arrays[s.tensor][b].copy()) for s, b in zip(shards, boxes, strict=True)]
         return WatchedSource(stream, tensors, before)
 
-    return client.push_shards(
-        MODEL, layout, TensorSpace.HUGGING_FACE, open_source, step=1, rank=rank, world_size=2
-    )
+    return client.push_shards(MODEL, layout, TensorSpace.HUGGING_FACE, open_source, step=1, rank=rank, world_size=2)
 
 
 def test_a_rank_that_cannot_copy_the_rest_fails_the_version_and_gives_its_memory_back(

@@ -189,10 +189,7 @@ def test_a_disk_that_is_too_small_is_said() -> None:
     found = by_name(check_memory(report(NO_SPACE, read_cache=100 * GB, read_cache_budget=500 * GB)))
     assert found["read cache"].status is CheckStatus.WARN
     in_memory = replace(DISK, in_memory=True)
-    assert (
-        by_name(check_memory(report(NO_SPACE, scratch=in_memory)))["scratch folder"].status
-        is CheckStatus.WARN
-    )
+    assert by_name(check_memory(report(NO_SPACE, scratch=in_memory)))["scratch folder"].status is CheckStatus.WARN
 
 
 def test_without_a_service_a_machine_of_files_is_looked_at(tmp_path: Path) -> None:

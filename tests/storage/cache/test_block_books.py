@@ -84,9 +84,7 @@ def test_a_suspect_block_goes_as_soon_as_nobody_has_it_pinned() -> None:
 
 @given(
     st.lists(
-        st.tuples(
-            st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True), st.booleans(), st.integers(0, 3)
-        )
+        st.tuples(st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True), st.booleans(), st.integers(0, 3))
     )
 )
 def test_the_books_balance_after_any_pins(steps: list[tuple[list[int], bool, int]]) -> None:

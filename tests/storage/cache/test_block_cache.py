@@ -1,4 +1,6 @@
-"""Does a cache of blocks always give the file's own bytes, within its budget, with concurrent readers and with failures?"""
+"""Does a cache of blocks always give the file's own bytes, within its budget, with concurrent readers and with
+failures?
+"""
 
 from __future__ import annotations
 

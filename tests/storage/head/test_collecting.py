@@ -1,4 +1,6 @@
-"""Do collections delete everything that is not kept, and nothing else, beside other collections, readers, writers and crashes?"""
+"""Do collections delete everything that is not kept, and nothing else, beside other collections, readers, writers and
+crashes?
+"""
 
 from __future__ import annotations
 
@@ -108,9 +110,7 @@ class Bench:
 
         return self.heads.update(SMOL, change)
 
-    def write(
-        self, number: int, files: Iterable[str] = ("config.json", "model.safetensors", MANIFEST_FILE)
-    ) -> None:
+    def write(self, number: int, files: Iterable[str] = ("config.json", "model.safetensors", MANIFEST_FILE)) -> None:
         """Write a version's folder, its manifest last."""
         for name in files:
             self.store.put(version_key(SMOL, number, name), content(number, name), mode="overwrite")
@@ -286,9 +286,7 @@ def test_leases_of_dead_readers_are_removed_from_versions_that_stay(bench: Bench
 @pytest.mark.parametrize(
     "text", [b"", b"{}", b'{"until_ms": -1}', b'{"until_ms": "x"}', b'{"until_ms": 1, "x": 2}', b"\xff"]
 )
-def test_a_lease_that_cannot_be_read_keeps_its_version_and_is_reported(
-    store: ObjectStore, text: bytes
-) -> None:
+def test_a_lease_that_cannot_be_read_keeps_its_version_and_is_reported(store: ObjectStore, text: bytes) -> None:
     bench = Bench(store, Retention(keep_last=1))
     bench.add(3)
     store.put(lease_key(SMOL, 1, "odd"), text, mode="create")
@@ -353,9 +351,7 @@ def test_unfinished_uploads_of_what_is_gone_are_discarded_at_once_and_no_others(
         client.begin_upload(name, "w", checksums=False)
     bench.now_ms += 1
     assert bench.collect().uploads_discarded == 1
-    assert [upload.name for upload in client.uploads("") if upload.name in names.values()] == [
-        names[still_open]
-    ]
+    assert [upload.name for upload in client.uploads("") if upload.name in names.values()] == [names[still_open]]
     assert bench.collect().uploads_discarded == 0
     store.close()
 
@@ -469,9 +465,7 @@ def test_a_collector_that_is_killed_anywhere_is_made_good_by_the_next_one(tmp_pa
         bench.check_readable()
         for number in bench.retired.keys() & bench.folders():
             keys = set(bench.store.list(version_prefix(SMOL, number)))
-            whole = {
-                version_key(SMOL, number, n) for n in ("config.json", "model.safetensors", MANIFEST_FILE)
-            }
+            whole = {version_key(SMOL, number, n) for n in ("config.json", "model.safetensors", MANIFEST_FILE)}
             assert keys == whole or version_key(SMOL, number, MANIFEST_FILE) not in keys
         bench.collect()
         assert bench.folders() == {2, 3, 4, 5}
@@ -501,9 +495,7 @@ def test_a_deletion_that_fails_stops_no_other_and_is_reported_and_tried_again(tm
     assert [version.number for version in report.deleted] == [1, 4]
     assert sorted(report.problems) == sorted(f"no {key}" for key in bad)
     assert set(bench.retired) == {2, 3}
-    assert len(list(bench.store.list(version_prefix(SMOL, 2)))) == 3, (
-        "complete as long as there is a manifest"
-    )
+    assert len(list(bench.store.list(version_prefix(SMOL, 2)))) == 3, "complete as long as there is a manifest"
     assert [version.number for version in bench.collect().deleted] == [2, 3]
     assert bench.folders() == {5}
 

@@ -78,9 +78,7 @@ class Bench:
         """Collect as a service that has just been started; returns the numbers of versions that still have objects."""
         heads = HeadStore(self.store, most_recent=FEW)
         collect(self.store, heads, SMOL, grace=GRACE, clock=lambda: self.now_ms)
-        return {
-            place[1] for key in self.listed() if (place := numbered_key(SMOL, key)) and place[0] == "versions"
-        }
+        return {place[1] for key in self.listed() if (place := numbered_key(SMOL, key)) and place[0] == "versions"}
 
     def listed(self) -> list[str]:
         return list(self.store.list(SMOL.prefix))

@@ -270,9 +270,7 @@ def test_what_a_head_keeps_is_read_and_written_to_the_byte(text: bytes, head: He
     found = Head.from_json(with_digest(text))
     assert found.to_json() == with_digest(text)
     assert head in (None, found)
-    assert {ref: entry.approvals for ref, entry in found.protected.items()} == (
-        {"prod": 2} if b"prod" in text else {}
-    )
+    assert {ref: entry.approvals for ref, entry in found.protected.items()} == ({"prod": 2} if b"prod" in text else {})
 
 
 @pytest.mark.parametrize("kind", KEPT, ids=lambda each: each.__name__)

@@ -173,9 +173,7 @@ def test_updates_by_several_processes_each_land_exactly_once(store: ObjectStore,
     # SeaweedFS makes those who race for one name wait
     processes, each = 8, 5 if location.startswith("s3:") else 20
     with contextlib.ExitStack() as stack:
-        writers = [
-            stack.enter_context(forked_python("-c", UPDATE, location, str(each))) for _ in range(processes)
-        ]
+        writers = [stack.enter_context(forked_python("-c", UPDATE, location, str(each))) for _ in range(processes)]
         for writer in writers:
             assert writer.stdout.readline() == "ready\n"
         for writer in writers:
@@ -271,9 +269,7 @@ class LyingStore(ObjectStore):
     def copy(self, source: str, target: str) -> None:
         self.inner.copy(source, target)
 
-    def discard_unfinished(
-        self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None
-    ) -> int:
+    def discard_unfinished(self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None) -> int:
         return self.inner.discard_unfinished(prefix, older_than_s, only=only)
 
     def close(self) -> None:

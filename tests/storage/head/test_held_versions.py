@@ -1,4 +1,6 @@
-"""Does `latest` never name a version that is held, whatever is published, approved and retired in which order, and is that stored safely?"""
+"""Does `latest` never name a version that is held, whatever is published, approved and retired in which order, and is
+that stored safely?
+"""
 
 from __future__ import annotations
 

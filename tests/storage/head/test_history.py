@@ -1,4 +1,5 @@
-"""Histories in a store: what pushes cost, and what holds with crashes, rivals, readers with old heads, and newer releases.
+"""Histories in a store: what pushes cost, and what holds with crashes, rivals, readers with old heads, and newer
+releases.
 
 ``WEIGHBRIDGE_HISTORY_VERSIONS`` says how many versions a long history has.
 """
@@ -244,7 +245,9 @@ class Killed(BaseException):
 def test_a_writer_that_is_killed_anywhere_leaves_a_history_that_can_be_read_and_gone_on_with(
     tmp_path: Path,
 ) -> None:
-    """Killed at its first call while the head and the tree change, at its second, and so on, until one comes through."""
+    """Killed at its first call while the head and the tree change, at its second, and so on, until one comes
+    through.
+    """
     left_nodes = 0
     for at in itertools.count():
         store = Watched(tmp_path / str(at))
@@ -538,9 +541,7 @@ def test_a_page_of_models_reads_its_own_heads_and_no_others(watched: Watched) ->
 
 def test_pages_of_models_leave_none_out_and_name_none_twice(watched: Watched) -> None:
     # as text, "a-b/x" comes before "a/x"
-    models = [
-        ModelName(namespace, name) for namespace in ("a", "a-b", "a.c", "b") for name in ("m", "m-1", "x")
-    ]
+    models = [ModelName(namespace, name) for namespace in ("a", "a-b", "a.c", "b") for name in ("m", "m-1", "x")]
     register_models(watched, models)
     watched.put("models/a/headless/files/x", b"", mode="create")
     watched.put("models/a/damaged/head.json", b"{", mode="create")

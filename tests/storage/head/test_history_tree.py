@@ -64,8 +64,7 @@ def test_the_tree_says_what_a_dict_says_after_any_edits_and_so_does_every_tree_b
     seen: list[tuple[NodeRef | None, dict[int, VersionEntry]]] = []
     for edit in edits:
         given_entries = {
-            n: None if value is None else entry(n, retired_ms=value[0], step=value[1])
-            for n, value in edit.items()
+            n: None if value is None else entry(n, retired_ms=value[0], step=value[1]) for n, value in edit.items()
         }
         root = nodes.edit(root, given_entries)
         expected = {n: e for n, e in {**expected, **given_entries}.items() if e is not None}

@@ -163,7 +163,9 @@ class Interrupted(LocalStore):
 
 
 class World:
-    """A base and two adapters in one store, and those that push, collect and delete, each of which may be interrupted by the others."""
+    """A base and two adapters in one store, and those that push, collect and delete, each of which may be interrupted
+    by the others.
+    """
 
     def __init__(self, root: Path, chance: random.Random) -> None:
         self.store, self.chance, self.clock = Interrupted(root), chance, 1000
@@ -190,9 +192,7 @@ class World:
                 self.turn()
             self.depth -= 1
 
-    def push(
-        self, adapter: ModelName, number: int | None = None, given_up: bool | None = None
-    ) -> Iterator[None]:
+    def push(self, adapter: ModelName, number: int | None = None, given_up: bool | None = None) -> Iterator[None]:
         """A version of an adapter from its opening to its end, and perhaps to its deletion."""
         number = number or self.chance.choice((*BASES, BASES[-1] + 1))
         given_up = self.chance.random() < 0.3 if given_up is None else given_up
@@ -268,7 +268,9 @@ class World:
                 assert base.durable(on.number) is not None or on.number in self.forced, f"{model}@{number}"
 
     def finish(self) -> None:
-        """All pushes end undisturbed; after one more collection there is a pin for each base that is in use, and no other."""
+        """All pushes end undisturbed; after one more collection there is a pin for each base that is in use, and no
+        other.
+        """
         self.store.between = lambda: None
         for push in self.pushes:
             list(push)
@@ -293,7 +295,9 @@ class World:
 
 @pytest.mark.parametrize("before", range(1, 8))
 def test_a_push_in_the_middle_of_a_release_keeps_its_base(before: int, tmp_path: Path) -> None:
-    """``before`` says before which reading, or after which writing, of a head in the release the push opens its version and pins: there are seven."""
+    """``before`` says before which reading, or after which writing, of a head in the release the push opens its version
+    and pins: there are seven.
+    """
     world = World(tmp_path, random.Random(1))
     world.store.between = lambda: None
     first = world.push(ALICE, number=1, given_up=True)

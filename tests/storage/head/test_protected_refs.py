@@ -1,4 +1,6 @@
-"""Is a protected ref changed by what was asked for and approved by another, and by nothing else, whatever comes in which order?"""
+"""Is a protected ref changed by what was asked for and approved by another, and by nothing else, whatever comes in
+which order?
+"""
 
 from __future__ import annotations
 
@@ -176,9 +178,7 @@ class Requests(RuleBasedStateMachine):
     def raise_the_bar(self) -> None:
         if self.approvals == 1:
             self.approvals = 2
-            self.head = protect(
-                self.head, wanted("raise", "root", action="protect", at=self.now), 2, who("root")
-            )
+            self.head = protect(self.head, wanted("raise", "root", action="protect", at=self.now), 2, who("root"))
 
     @invariant()
     def the_ref_names_what_was_approved_and_the_head_is_stored_as_it_is(self) -> None:

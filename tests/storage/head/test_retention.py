@@ -98,9 +98,7 @@ def test_a_version_is_kept_if_and_only_if_something_speaks_for_it(
 
 
 @given(heads, st.integers(0, 2 * NOW), st.integers(0, 4))
-def test_what_is_retired_stays_readable_and_leaves_nothing_more_to_decide(
-    head: Head, now_ms: int, most: int
-) -> None:
+def test_what_is_retired_stays_readable_and_leaves_nothing_more_to_decide(head: Head, now_ms: int, most: int) -> None:
     nodes = Nodes()
     head = nodes.settle(head, most)
     after, decided = retire(nodes.history(head), now_ms)
@@ -124,9 +122,9 @@ def test_the_rules_keep_what_their_words_say() -> None:
     assert kept(head_of(versions, Retention(keep_younger_s=1))) == [105]
     assert kept(head_of(versions, Retention(keep_last=1), {"prod": 97})) == [97, 105]
     assert kept(head_of(versions, Retention())) == sorted(versions)
-    assert kept(
-        head_of(versions, Retention(keep_last=2**53, keep_every=2**53, keep_younger_s=2**53))
-    ) == sorted(versions)
+    assert kept(head_of(versions, Retention(keep_last=2**53, keep_every=2**53, keep_younger_s=2**53))) == sorted(
+        versions
+    )
     assert decided_of(Head(retention=Retention(keep_last=1))).kept == ()
 
 
@@ -168,16 +166,14 @@ def test_a_version_from_the_future_of_this_clock_is_young() -> None:
 
 
 def opened(head: Head) -> tuple[Head, OpenEntry]:
-    return open_version(
-        head, request_id=f"q{head.next_version}", step=1, run="r", ranks=1, now_ms=0, lease_ms=10 * NOW
-    )
+    return open_version(head, request_id=f"q{head.next_version}", step=1, run="r", ranks=1, now_ms=0, lease_ms=10 * NOW)
 
 
 @given(st.data(), st.integers(1, 5))
-def test_the_one_of_every_k_stays_the_one_in_whatever_order_versions_come(
-    data: st.DataObject, every: int
-) -> None:
-    """Once no lower number of its slot is open, the first of a slot is kept for good; no slot that had one is ever empty."""
+def test_the_one_of_every_k_stays_the_one_in_whatever_order_versions_come(data: st.DataObject, every: int) -> None:
+    """Once no lower number of its slot is open, the first of a slot is kept for good; no slot that had one is ever
+    empty.
+    """
     head = keep(Head(), Retention(keep_every=every))
     final: set[int] = set()
     for _ in range(data.draw(st.integers(0, 25))):

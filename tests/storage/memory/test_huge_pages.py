@@ -1,4 +1,6 @@
-"""Do images lie in huge pages, here and in the processes that map them, and is everything the same where there are none?"""
+"""Do images lie in huge pages, here and in the processes that map them, and is everything the same where there are
+none?
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ SIZES = {
 
 
 def _huge_bytes(address: int) -> int:
-    """Bytes that lie in huge pages of shared memory, of the mapping that begins at an address, as the kernel counts them."""
+    """Bytes that lie in huge pages of shared memory, of the mapping that begins at an address, as the kernel counts
+    them.
+    """
     found = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()

@@ -47,9 +47,7 @@ spaces = st.builds(
 
 
 @given(sizes, spaces, spaces)
-def test_what_is_made_is_within_the_budget_and_what_the_machine_has(
-    nbytes: int, memory: Space, disk: Space
-) -> None:
+def test_what_is_made_is_within_the_budget_and_what_the_machine_has(nbytes: int, memory: Space, disk: Space) -> None:
     decision: Decision = decide(nbytes, memory, disk)
     if isinstance(decision, GiveBack):
         space = without_free(memory if decision.in_memory else disk, decision.count)
@@ -90,7 +88,9 @@ BUDGET, MACHINE = 100, 120
 
 
 class AdmissionInAnyOrder(RuleBasedStateMachine):
-    """A pool in which versions ask for images, get tired of waiting and give images back, and others take memory, in any order."""
+    """A pool in which versions ask for images, get tired of waiting and give images back, and others take memory, in
+    any order.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,9 +183,7 @@ class AdmissionInAnyOrder(RuleBasedStateMachine):
 
 
 TestAdmissionInAnyOrder = AdmissionInAnyOrder.TestCase
-TestAdmissionInAnyOrder.settings = settings(
-    max_examples=rounds("ADMISSIONS"), stateful_step_count=30, deadline=None
-)
+TestAdmissionInAnyOrder.settings = settings(max_examples=rounds("ADMISSIONS"), stateful_step_count=30, deadline=None)
 
 
 def _taking(pool: ImagePool, nbytes: int, name: str, done: list[str]) -> threading.Thread:

@@ -61,9 +61,7 @@ def test_another_process_maps_the_same_bytes() -> None:
     image = acquire(ImagePool(64 * MIB), SIZES)
     name, offset = list(image.offsets.items())[1]
     image.buffers[name][:5] = np.frombuffer(b"hello", np.uint8)
-    script = (
-        f"import mmap; print(mmap.mmap({image.region.fd}, 0, prot=mmap.PROT_READ)[{offset}:{offset + 5}])"
-    )
+    script = f"import mmap; print(mmap.mmap({image.region.fd}, 0, prot=mmap.PROT_READ)[{offset}:{offset + 5}])"
     out = subprocess.run(
         [sys.executable, "-c", script], pass_fds=[image.region.fd], capture_output=True, text=True, check=True
     )

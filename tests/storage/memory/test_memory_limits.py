@@ -23,7 +23,10 @@ from weighbridge_storage.memory.memory_limits import (
 GIB, MIB = 1 << 30, 1 << 20
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
 V1 = "35 31 0:32 {root} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"
-STAT_V2 = "anon 7\nfile 900\nshmem 500\ninactive_file {inactive}\nactive_file {active}\nfile_dirty {dirty}\nfile_writeback 0\n"
+STAT_V2 = (
+    "anon 7\nfile 900\nshmem 500\ninactive_file {inactive}\nactive_file {active}\nfile_dirty "
+    "{dirty}\nfile_writeback 0\n"
+)
 
 
 class Tree:
@@ -100,9 +103,7 @@ def test_page_cache_is_not_used_memory_unless_it_waits_to_be_written(tree: Tree)
 
 
 @pytest.mark.parametrize("root", ["/", "/docker/abc"])
-def test_the_first_version_of_control_groups_is_read_also_where_its_root_is_elsewhere(
-    tree: Tree, root: str
-) -> None:
+def test_the_first_version_of_control_groups_is_read_also_where_its_root_is_elsewhere(tree: Tree, root: str) -> None:
     tree.write("proc/self/cgroup", "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n0::/\n")
     tree.write("proc/self/mountinfo", V1.format(root=root))
     stat = (
@@ -135,11 +136,12 @@ def test_a_group_outside_of_what_is_mounted_is_read_at_the_mount(tree: Tree) -> 
 def test_a_limit_on_the_address_space_counts(tree: Tree) -> None:
     tree.write(
         "proc/self/limits",
-        f"Limit   Soft Limit   Hard Limit   Units\nMax address space         {3 * GIB}           unlimited            bytes\n",
+        (
+            f"Limit   Soft Limit   Hard Limit   Units\nMax address space         {3 * GIB}         "
+            "  unlimited            bytes\n"
+        ),
     )
-    assert read_memory(tree.root).tightest == MemoryLimit(
-        "RLIMIT_AS (ulimit -v) of the process", 3 * GIB, 2048 * 1024
-    )
+    assert read_memory(tree.root).tightest == MemoryLimit("RLIMIT_AS (ulimit -v) of the process", 3 * GIB, 2048 * 1024)
 
 
 def test_files_that_make_no_sense_are_no_limit(tree: Tree) -> None:
@@ -187,9 +189,7 @@ def test_a_folder_in_memory_is_told_from_one_on_a_disk(tmp_path: Path) -> None:
 
 
 def test_of_mounts_at_one_place_the_last_hides_the_others() -> None:
-    mounts = parse_mounts(
-        "1 0 0:1 / /a rw - ext4 x rw\n2 1 0:2 / /a rw - tmpfs x rw\n3 1 0:3 / /ab rw - xfs x rw"
-    )
+    mounts = parse_mounts("1 0 0:1 / /a rw - ext4 x rw\n2 1 0:2 / /a rw - tmpfs x rw\n3 1 0:3 / /ab rw - xfs x rw")
     assert kind_of_file_system(PurePosixPath("/a/b"), mounts) == "tmpfs"
     assert kind_of_file_system(PurePosixPath("/elsewhere"), mounts) == ""
 

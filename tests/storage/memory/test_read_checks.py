@@ -39,9 +39,7 @@ def spoiled(at: int) -> bytes:
     bad=st.integers(10, 999),
     order=st.randoms(use_true_random=False),
 )
-def test_a_bit_that_flipped_is_found_when_all_was_read_in_any_order(
-    cuts: set[int], bad: int, order: object
-) -> None:
+def test_a_bit_that_flipped_is_found_when_all_was_read_in_any_order(cuts: set[int], bad: int, order: object) -> None:
     edges = [0, *sorted(cuts), 1000]
     ranges = list(itertools.pairwise(edges))
     order.shuffle(ranges)  # type: ignore[attr-defined]
@@ -57,9 +55,7 @@ def test_a_bit_that_flipped_is_found_when_all_was_read_in_any_order(
         assert bool(raised) is reading.damaged is wrong
 
 
-def test_the_work_of_comparing_columns_that_are_read_one_after_the_other_grows_with_their_number_alone() -> (
-    None
-):
+def test_the_work_of_comparing_columns_that_are_read_one_after_the_other_grows_with_their_number_alone() -> None:
     def lines(rows: int) -> int:
         content = bytes(4 * rows)
         part = DigestedRange("t", 0, len(content), xxhash.xxh3_128_hexdigest(content))

@@ -63,10 +63,7 @@ def test_the_breaker_is_open_from_a_call_in_vain_among_no_answers_to_the_next_an
 ) -> None:
     breaker = Breaker(PATIENT)
     for number, (now, what, asked) in enumerate(events, 1):
-        if what == "given up":
-            breaker = breaker.given_up(asked, now)
-        else:
-            breaker = breaker.ended(asked, now, away=what == "away")
+        breaker = breaker.given_up(asked, now) if what == "given up" else breaker.ended(asked, now, away=what == "away")
         answers = [
             when
             for when, what, asked in events[:number]
@@ -277,9 +274,7 @@ def test_a_write_that_is_refused_is_never_made(hung: HungStore, guarded: Guarded
     assert not refused & set(hung.finished)
 
 
-def test_what_a_caller_may_change_is_written_before_the_caller_goes_on(
-    hung: HungStore, guarded: GuardedStore
-) -> None:
+def test_what_a_caller_may_change_is_written_before_the_caller_goes_on(hung: HungStore, guarded: GuardedStore) -> None:
     hung.hangs = lambda key: key == "slow"
     threading.Timer(2 * PATIENCE, hung.release).start()
     data = bytearray(b"2" * 1000)
@@ -353,9 +348,7 @@ def test_a_store_on_s3_whose_answers_are_held_is_left_and_found_again(seaweed: S
         guarded = GuardedStore(held.with_time_limit(PATIENCE), PATIENCE)
         stack.callback(guarded.close)
         etag = guarded.put("k", b"1", mode="create")
-        eventually(
-            lambda: guarded._threads._idle == guarded._threads._threads
-        )  # its thread is free for the next call
+        eventually(lambda: guarded._threads._idle == guarded._threads._threads)  # its thread is free for the next call
         since = NewThreads()
         gate.hold_after(0)
         with pytest.raises(DeadlineExceeded):

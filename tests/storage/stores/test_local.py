@@ -1,4 +1,6 @@
-"""Does a folder keep the promises of an object store: atomic, durable, conditional, and nothing outside of it touched?"""
+"""Does a folder keep the promises of an object store: atomic, durable, conditional, and nothing outside of it
+touched?
+"""
 
 from __future__ import annotations
 
@@ -288,9 +290,7 @@ def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new_object(root: Pa
         left_over += any((root / ".tmp").glob("*/*"))
         store = LocalStore(root)
         store.put("next", b"", mode="overwrite")
-        assert not list((root / ".tmp").glob("*/*")), (
-            "what the dead left is removed when the next store writes"
-        )
+        assert not list((root / ".tmp").glob("*/*")), "what the dead left is removed when the next store writes"
         store.delete("next")
         for key in store.list(""):
             assert key == "models/x/object"

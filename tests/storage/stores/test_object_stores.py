@@ -37,9 +37,7 @@ def test_what_is_written_is_read_back_whole_and_in_parts(store: ObjectStore) -> 
     assert b"".join(store.stream("models/acme/smol/x.bin")) == data
 
 
-def test_an_object_that_is_too_long_is_not_read_whole(
-    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_that_is_too_long_is_not_read_whole(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "MOST_WHOLE_BYTES", 1000)
     for key, size in (("a/fits", 1000), ("a/long", 1001)):
         store.put(key, bytes(size), mode="create")
@@ -250,8 +248,7 @@ def test_of_32_racing_creates_exactly_one_wins(store: ObjectStore, location: str
     # SeaweedFS makes those who race for one name wait for seconds
     rounds, processes = (1, 2) if location.startswith("s3:") else (10, 8)
     racers = [
-        ForkedPython("-c", CREATE, location, str(me), str(32 // processes), str(rounds))
-        for me in range(processes)
+        ForkedPython("-c", CREATE, location, str(me), str(32 // processes), str(rounds)) for me in range(processes)
     ]
     for racer in racers:
         assert racer.stdout.readline() == "ready\n"

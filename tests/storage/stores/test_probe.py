@@ -60,9 +60,7 @@ class Careless(LocalStore):
 
 
 @pytest.mark.parametrize("ignores", ["create", "if-match", "races"])
-def test_a_store_that_ignores_a_condition_or_looks_before_it_writes_is_refused(
-    tmp_path: Path, ignores: str
-) -> None:
+def test_a_store_that_ignores_a_condition_or_looks_before_it_writes_is_refused(tmp_path: Path, ignores: str) -> None:
     store = Careless(tmp_path / "store", ignores)
     with pytest.raises(FailedPrecondition, match="does not honor conditional writes"):
         probe(store)

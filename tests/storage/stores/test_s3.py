@@ -1,4 +1,6 @@
-"""Does a store on S3 keep what it promises beyond other stores: parts, bounded memory, nothing left behind, clear errors?"""
+"""Does a store on S3 keep what it promises beyond other stores: parts, bounded memory, nothing left behind, clear
+errors?
+"""
 
 from __future__ import annotations
 
@@ -144,9 +146,7 @@ def test_an_upload_of_which_a_part_fails_stops_and_leaves_nothing(
     store.put("k", [bytes(SMALLEST_PART)] * 2, mode="create")  # all room has been given back
 
 
-def test_only_uploads_of_the_age_and_prefix_that_are_named_are_aborted(
-    store: S3Store, settings: S3Settings
-) -> None:
+def test_only_uploads_of_the_age_and_prefix_that_are_named_are_aborted(store: S3Store, settings: S3Settings) -> None:
     for key in ("a/1", "a/2", "b/1"):
         store._client.begin_upload(f"{settings.prefix}{key}", "w", checksums=True)
     other = S3Store(dataclasses.replace(settings, prefix=f"{settings.prefix}c/"))
@@ -371,9 +371,7 @@ def test_every_failure_of_a_server_is_an_error_that_says_what_to_do(
     assert len(str(s3_error(answer(500, message="x\n" * 5000), "writing k"))) < 500
 
 
-def test_wrong_credentials_are_said_so_and_not_shown(
-    settings: S3Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_credentials_are_said_so_and_not_shown(settings: S3Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-and-private")
     store = S3Store(settings)
     for use in (
@@ -476,9 +474,7 @@ def test_a_presigned_url_gives_the_object_or_a_range_of_it_and_nothing_else(stor
     assert httpx.get(store.presigned_url("nothing", 60)).status_code == 404
 
 
-def test_region_and_endpoint_come_from_the_environment(
-    aws_environment: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_region_and_endpoint_come_from_the_environment(aws_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "eu-north-1")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://elsewhere:1234")
     store = S3Store(S3Settings("bucket"))
@@ -494,6 +490,4 @@ def test_a_local_store_is_opened_without_boto3(tmp_path: Path) -> None:
         "from weighbridge_service.runtime.config import ServiceConfig; assert 'boto3' not in sys.modules"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "s")], env=environment, cwd=REPOSITORY, check=True
-    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "s")], env=environment, cwd=REPOSITORY, check=True)

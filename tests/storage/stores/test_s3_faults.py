@@ -306,7 +306,8 @@ def test_no_outcome_is_reported_wrongly_under_random_faults(
             said[name].update(witness.said)
     contents = {f"{seed}-{n}": large(seed * 10 + n) for n in range(WRITERS)}
     check_race(honest, "small", said["small"], {name: name.encode() for name in contents})
-    # SeaweedFS 4.48 lets uploads win together whose last requests come within a millisecond: conditions are for small objects
+    # SeaweedFS 4.48 lets uploads win together whose last requests come within a millisecond: conditions are for small
+    # objects
     check_race(honest, "large", said["large"], contents, most_winners=WRITERS)
     for name, answer in said["own"].items():
         expected = {"done": [contents[name]], "refused": [None], "unknown": [contents[name], None]}

@@ -141,9 +141,7 @@ BREAKS: list[Any] = [
     lambda d: weights(d)["tensors"]["steps"].update(nbytes=47),
     lambda d: weights(d)["tensors"]["steps"].update(offset=-1),
     lambda d: weights(d)["tensors"]["steps"].update(offset=10**9),
-    lambda d: weights(d)["tensors"]["steps"].update(
-        offset=weights(d)["tensors"]["model.norm.weight"]["offset"]
-    ),
+    lambda d: weights(d)["tensors"]["steps"].update(offset=weights(d)["tensors"]["model.norm.weight"]["offset"]),
     lambda d: weights(d)["tensors"]["steps"].update(file="config.json"),
     lambda d: weights(d)["tensors"]["steps"].update(file="/etc/passwd"),
     lambda d: weights(d)["tensors"]["steps"].update(xxh3_128=""),

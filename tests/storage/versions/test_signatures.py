@@ -79,9 +79,7 @@ def test_signatures_go_with_their_version_and_fsck_knows_them(tmp_path: Path) ->
         store = running.service.catalog.store
         with TrainerClient(running.address) as trainer:
             for step in (1, 2):
-                trainer.import_folder(str(NAME), tiny_folder(tmp_path / f"hf{step}").folder, step=step).wait(
-                    timeout=60
-                )
+                trainer.import_folder(str(NAME), tiny_folder(tmp_path / f"hf{step}").folder, step=step).wait(timeout=60)
             for number in (1, 2):
                 write_signature(store, NAME, number, b"a signature", "ann")
             assert [checked for model in check_store(store) for checked in model.findings] == []

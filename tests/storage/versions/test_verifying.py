@@ -1,4 +1,6 @@
-"""Does verification say which bytes of which file are damaged, and does what replicas hand in to each other survive whole?"""
+"""Does verification say which bytes of which file are damaged, and does what replicas hand in to each other survive
+whole?
+"""
 
 from __future__ import annotations
 
@@ -101,9 +103,7 @@ def test_the_first_damaged_block_is_named(
     )
 
 
-def test_damaged_and_missing_block_digests_are_told_from_damaged_weights(
-    store: LocalStore, folder: Path
-) -> None:
+def test_damaged_and_missing_block_digests_are_told_from_damaged_weights(store: LocalStore, folder: Path) -> None:
     blocks = folder / f"{FILE}.blake3"
     good = blocks.read_bytes()
     for bad in (b"", good[:-1], good + b"\0", good[32:] + good[:32]):

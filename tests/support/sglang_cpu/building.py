@@ -1,4 +1,6 @@
-"""Construction of a model as SGLang's scheduler has it done, in the release that is installed: imported by `ranks`, in SGLang's environment."""
+"""Construction of a model as SGLang's scheduler has it done, in the release that is installed: imported by `ranks`, in
+SGLang's environment.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from sglang.srt.model_loader.loader import get_model_loader
 from sglang.srt.server_args import ServerArgs
 
 PUBLISHES = find_spec("sglang.srt.distributed.bootstrap") is not None
-"""Whether arguments are published and groups made of what was published, as in 0.5.23; in 0.5.15 and older both are passed around."""
+"""Whether arguments are published and groups made of what was published, as in 0.5.23; in 0.5.15 and older both are
+passed around.
+"""
 
 
 class Builder:

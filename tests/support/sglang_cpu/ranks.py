@@ -1,7 +1,8 @@
-"""One rank of an SGLang engine without a server around it: models are built, loaded and updated by commands on standard input.
+"""One rank of an SGLang engine without a server around it: models are built, loaded and updated by commands on standard
+input.
 
-Runs in SGLang's environment: ``python ranks.py RANK TP EP PORT``. Each input line is a list ``[command, argument...]``, and gets one line
-with JSON as its answer; every rank of an engine receives the same lines.
+Runs in SGLang's environment: ``python ranks.py RANK TP EP PORT``. Each input line is a list ``[command, argument...]``,
+and gets one line with JSON as its answer; every rank of an engine receives the same lines.
 """
 
 from __future__ import annotations
@@ -50,9 +51,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (
         one.dtype == other.dtype
         and one.shape == other.shape
-        and torch.equal(
-            one.detach().contiguous().view(torch.uint8), other.detach().contiguous().view(torch.uint8)
-        )
+        and torch.equal(one.detach().contiguous().view(torch.uint8), other.detach().contiguous().view(torch.uint8))
     )
 
 

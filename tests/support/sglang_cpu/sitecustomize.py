@@ -1,7 +1,8 @@
 """Names without code for what SGLang imports on any machine and has for GPUs alone; put this folder on PYTHONPATH.
 
-SGLang 0.5.23 has no package of kernels for CPUs on PyPI, and torchvision's wheels there need CUDA. Whatever is computed by one of
-these names fails; constructing a model, loading its weights and everything that plain PyTorch computes needs none of them.
+SGLang 0.5.23 has no package of kernels for CPUs on PyPI, and torchvision's wheels there need CUDA. Whatever is computed
+by one of these names fails; constructing a model, loading its weights and everything that plain PyTorch computes needs
+none of them.
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 class _BeforeAdapters(importlib.abc.MetaPathFinder):
     """Sees SGLang import its layers with adapters, and finds nothing."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> None:
         if name == "sglang.srt.lora.layers":
             _unpinned()
 
 
 def _unpinned() -> None:
-    """Let torch take no notice of ``pin_memory``: SGLang's layers with adapters pin memory on any machine, and torch refuses to without an accelerator."""
+    """Let torch take no notice of ``pin_memory``: SGLang's layers with adapters pin memory on any machine, and torch
+    refuses to without an accelerator.
+    """
     import torch
 
     for name in ("arange", "empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like"):

@@ -1,4 +1,6 @@
-"""Requests to a service's HTTP address, as given or as reported by the service, with the credentials of the environment."""
+"""Requests to a service's HTTP address, as given or as reported by the service, with the credentials of the
+environment.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Findings of doctor, each from a reading: of clocks, ports, certificates, the local lane, shared memory and huge pages."""
+"""Findings of doctor, each from a reading: of clocks, ports, certificates, the local lane, shared memory and huge
+pages.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from weighbridge._core.checks import Check, CheckStatus
 from weighbridge._core.text.durations import readable_duration
 
 _MOST_SKEW_S = 5.0
-"""Clock difference above which times in lists, logs and traces are misleading; tokens and certificates tolerate more."""
+"""Clock difference above which times in lists, logs and traces are misleading; tokens and certificates tolerate
+more.
+"""
 _SOON_DAYS = 14
 """Days before its end by which a certificate should have been renewed."""
 _DAY_S = 86_400.0
@@ -61,7 +65,8 @@ class CertificateReading:
 
 
 def check_certificate(reading: CertificateReading, now_s: float) -> Check:
-    """Check the certificate at an address: whether it is valid for this name and issued by a trusted authority, and when it expires.
+    """Check the certificate at an address: whether it is valid for this name and issued by a trusted authority, and
+    when it expires.
 
     Args:
         reading: result of the handshake.
@@ -85,25 +90,30 @@ def _certificate_fix(error: str) -> str:
     """Advice for a handshake that failed, chosen by OpenSSL's message."""
     text = error.lower().replace("_", " ")
     if "expired" in text:
-        return (
-            "renew it (serve --tls-cert): a service reads the files again when they change, without a restart"
-        )
+        return "renew it (serve --tls-cert): a service reads the files again when they change, without a restart"
     if "not yet valid" in text:
         return "its validity begins later: compare the clocks of both machines"
     if "mismatch" in text or "doesn't match" in text or "not valid for" in text:
         return "use a name for which it was issued, or issue one for this name"
     if "issuer" in text or "self-signed" in text or "self signed" in text:
-        return "WEIGHBRIDGE_CA must name the file of the authority that has issued it, and the service must send any intermediate certificates"
+        return (
+            "WEIGHBRIDGE_CA must name the file of the authority that has issued it, and the "
+            "service must send any intermediate certificates"
+        )
     if "wrong version" in text or "unknown protocol" in text or "eof" in text or "reset" in text:
         return "does the service speak TLS at this port (serve --tls-cert)? Otherwise unset WEIGHBRIDGE_CA"
-    return "name the service's authority in WEIGHBRIDGE_CA, and a certificate of this client (WEIGHBRIDGE_CERT, WEIGHBRIDGE_KEY) if it asks for one"
+    return (
+        "name the service's authority in WEIGHBRIDGE_CA, and a certificate of this client "
+        "(WEIGHBRIDGE_CERT, WEIGHBRIDGE_KEY) if it asks for one"
+    )
 
 
 def check_skew(asked_s: float, answered_s: float, said_s: float) -> Check:
     """Whether this machine's clock and that of a service agree.
 
     Args:
-        asked_s, answered_s: when the request was sent and when its response arrived, by this machine's clock, as Unix time in seconds.
+        asked_s, answered_s: when the request was sent and when its response arrived, by this machine's clock, as Unix
+            time in seconds.
         said_s: the service's clock in between, rounded down to a whole second.
     """
     behind, ahead = asked_s - (said_s + 1), said_s - answered_s
@@ -117,7 +127,10 @@ def check_skew(asked_s: float, answered_s: float, said_s: float) -> Check:
     which = "behind" if behind > ahead else "ahead of"
     return Check.warn(
         name,
-        f"it is {readable_duration(offset, rough=True)} {which} this machine's: times in lists and traces mislead, and tokens may count as expired",
+        (
+            f"it is {readable_duration(offset, rough=True)} {which} this machine's: times in lists "
+            "and traces mislead, and tokens may count as expired"
+        ),
         "set the clocks of all machines by NTP",
     )
 
@@ -147,9 +160,7 @@ def check_lane(reading: LaneReading) -> Check:
     if not reading.socket:
         status = CheckStatus.WARN if reading.same_host else CheckStatus.OK
         why = reading.unavailable or "it has no socket"
-        fix = (
-            "start it with --local-socket auto, or a path that clients can reach" if reading.same_host else ""
-        )
+        fix = "start it with --local-socket auto, or a path that clients can reach" if reading.same_host else ""
         return Check(name, status, f"the service shares no memory: {why}", fix)
     if not reading.error:
         return Check.ok(name, f"{reading.socket} answers: weights need no network")
@@ -162,7 +173,10 @@ def check_lane(reading: LaneReading) -> Check:
         return Check.warn(
             name,
             f"{reading.socket} does not exist for this process: weights go by gRPC, through the kernel's loopback",
-            "in a container, mount the folder of the socket at the same path (serve --local-socket /run/weighbridge/lane.sock)",
+            (
+                "in a container, mount the folder of the socket at the same path (serve "
+                "--local-socket /run/weighbridge/lane.sock)"
+            ),
         )
     return Check.warn(
         name,
@@ -202,7 +216,10 @@ def check_shared_memory(reading: SharedMemoryReading) -> Check:
     if reading.ahead:
         return Check.warn(
             name,
-            f"Linux {reading.kernel} does not allocate it ahead of its use (MADV_POPULATE_WRITE): {reading.ahead}; first pushes are slower",
+            (
+                f"Linux {reading.kernel} does not allocate it ahead of its use "
+                f"(MADV_POPULATE_WRITE): {reading.ahead}; first pushes are slower"
+            ),
             "use Linux 5.14 or newer",
         )
     return Check.ok(name, "it is allocated ahead of its use; the size of /dev/shm does not matter")
@@ -215,10 +232,19 @@ def check_huge_pages(reading: SharedMemoryReading) -> Check:
         return Check.ok(name, "shared memory has them")
     why = reading.huge or "there is no shared memory"
     fix = (
-        "echo never > /sys/kernel/mm/transparent_hugepage/shmem_enabled, as root: deny also refuses huge pages that a process requests"
+        (
+            "echo never > /sys/kernel/mm/transparent_hugepage/shmem_enabled, as root: deny also "
+            "refuses huge pages that a process requests"
+        )
         if reading.policy == "deny"
-        else "use Linux 6.1 or newer, with transparent huge pages; if memory is fragmented, restart the machine or free memory"
+        else (
+            "use Linux 6.1 or newer, with transparent huge pages; if memory is fragmented, "
+            "restart the machine or free memory"
+        )
     )
     said = f", and shmem_enabled is {reading.policy}" if reading.policy else ""
-    what = f"Linux {reading.kernel} does not collapse shared memory into any (MADV_COLLAPSE): {why}{said}; first pushes and mappings are slower"
+    what = (
+        f"Linux {reading.kernel} does not collapse shared memory into any (MADV_COLLAPSE): "
+        f"{why}{said}; first pushes and mappings are slower"
+    )
     return Check.warn(name, what, fix)

@@ -1,4 +1,6 @@
-"""Readings of doctor: of connections to a service, of its local socket, and of this machine's packages and shared memory."""
+"""Readings of doctor: of connections to a service, of its local socket, and of this machine's packages and shared
+memory.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,7 @@ def read_certificate(address: str, credentials: Credentials) -> CertificateReadi
         return CertificateReading(address, getattr(error, "reason", None) or error.strerror or str(error))
     alternatives = found.get("subjectAltName", ())
     names = tuple(str(value) for entry in alternatives if isinstance(entry, tuple) for value in entry[1:])
-    return CertificateReading(
-        address, expires_s=float(ssl.cert_time_to_seconds(str(found["notAfter"]))), names=names
-    )
+    return CertificateReading(address, expires_s=float(ssl.cert_time_to_seconds(str(found["notAfter"]))), names=names)
 
 
 def read_lane(address: str, credentials: Credentials) -> LaneReading:
@@ -76,14 +76,14 @@ def read_lane(address: str, credentials: Credentials) -> LaneReading:
             connection.connect(found.socket)
         except OSError as error:
             missing = isinstance(error, FileNotFoundError)
-            return LaneReading(
-                found.socket, same_host=here, error=error.strerror or str(error), missing=missing
-            )
+            return LaneReading(found.socket, same_host=here, error=error.strerror or str(error), missing=missing)
     return LaneReading(found.socket, same_host=here)
 
 
 def read_bulk_port(address: str, credentials: Credentials) -> PortReading | None:
-    """Connect to a service's port for streams of weights; None if streams have no separate port, or the service is unreachable."""
+    """Connect to a service's port for streams of weights; None if streams have no separate port, or the service is
+    unreachable.
+    """
     from weighbridge._transport import rpc
     from weighbridge.v1 import bulk_service_pb2, bulk_service_pb2_grpc
 

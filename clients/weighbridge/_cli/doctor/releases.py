@@ -15,7 +15,9 @@ _NUMBERS = re.compile(r"\d+(?:\.\d+)*")
 
 @dataclass(frozen=True, slots=True)
 class Supported:
-    """Range of supported releases of a package. It has no upper bound: a release that is newer than the tested ones is not a finding.
+    """Range of supported releases of a package.
+
+    It has no upper bound: a release that is newer than the tested ones is not a finding.
 
     Attributes:
         oldest: the oldest supported release.
@@ -62,8 +64,10 @@ SUPPORTED: Mapping[str, Supported] = {
     "grpcio": Supported("1.76", "1.85"),
     "protobuf": Supported("6.31.1", "7.36"),
 }
-"""Supported releases by the name of the package. The oldest are those of pyproject.toml and the oldest engines that tests run in; the tested are the newest of
-constraints.txt, of those engines and of what `make test-newest` has resolved. A test compares."""
+"""Supported releases by the name of the package. The oldest are those of pyproject.toml and the oldest engines that
+tests run in; the tested are the newest of constraints.txt, of those engines and of what `make test-newest` has
+resolved. A test compares.
+"""
 
 KNOWN_FAULTS: Sequence[KnownFault] = (
     KnownFault(

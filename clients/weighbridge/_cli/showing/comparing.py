@@ -50,17 +50,15 @@ _TOP = 20
     help="Draw for each layer which fraction of it has changed, and its largest step.",
 )
 @client_options
-def diff_command(
-    named: tuple[str, ...], top: int | None, plot: Path | None, server: str, as_json: bool
-) -> None:
+def diff_command(named: tuple[str, ...], top: int | None, plot: Path | None, server: str, as_json: bool) -> None:
     """Show which elements have changed between two versions.
 
-    VERSION is a number or a ref: `weighbridge diff acme/smol 16 17`. SIDE is MODEL@VERSION or a Hugging Face folder, in any
-    combination. Training states are compared like weights: `weighbridge diff acme/smol:training 16 17`.
+    VERSION is a number or a ref: `weighbridge diff acme/smol 16 17`. SIDE is MODEL@VERSION or a Hugging Face folder, in
+    any combination. Training states are compared like weights: `weighbridge diff acme/smol:training 16 17`.
 
-    An element has changed if its bits have. The largest step is the largest |a - b| of finite elements; changed elements that are NaN
-    or infinite are counted apart. Tensors whose digests in both manifests are equal are not read; the others come to this machine, from
-    both sides, by the local lane where the service shares memory with it.
+    An element has changed if its bits have. The largest step is the largest |a - b| of finite elements; changed
+    elements that are NaN or infinite are counted apart. Tensors whose digests in both manifests are equal are not read;
+    the others come to this machine, from both sides, by the local lane where the service shares memory with it.
     """
     before, after = sides_of(named)
     with needs_extra("torch"):
@@ -79,9 +77,7 @@ def diff_command(
         draw_layers(found, plot)
     if as_json:
         said = found.to_json()
-        said["tensors"] = [
-            each.to_json() for each in (found.tensors if top is None else found.most_changed(top))
-        ]
+        said["tensors"] = [each.to_json() for each in (found.tensors if top is None else found.most_changed(top))]
         print_json(said)
     else:
         _show(found, _TOP if top is None else top)
@@ -156,9 +152,7 @@ def _show(found: Comparison, top: int) -> None:
     tensors = found.most_changed(top)
     if tensors:
         say("")
-        print_table(
-            ("TENSOR", "DTYPE", *_COLUMNS), [(t.spec.name, t.spec.dtype, *_cells(t.found)) for t in tensors]
-        )
+        print_table(("TENSOR", "DTYPE", *_COLUMNS), [(t.spec.name, t.spec.dtype, *_cells(t.found)) for t in tensors])
         left = len(found.most_changed()) - len(tensors)
         if left:
             say(f"and {counted(left, 'tensor')} that changed less: --top {left + len(tensors)}")
@@ -182,7 +176,10 @@ def _total_text(total: Difference) -> str:
         return "they have no tensor of the same name, dtype and shape"
     if not total.changed:
         return f"no difference in {total.elements:,} elements"
-    text = f"{total.changed:,} of {total.elements:,} elements changed ({total.fraction:.4%}), largest step {total.step:.6g}"
+    text = (
+        f"{total.changed:,} of {total.elements:,} elements changed ({total.fraction:.4%}), largest "
+        f"step {total.step:.6g}"
+    )
     if total.nonfinite:
         text += f"; {counted(total.nonfinite, 'of these is', 'of these are')} NaN or infinite on either side"
     return text

@@ -1,7 +1,7 @@
 """Shell completion: the command that prints its script, and the models, versions and refs that it offers.
 
-A request to a service is made only while one of its names is being typed, with a short timeout. Without a response, nothing is offered and no error
-is printed.
+A request to a service is made only while one of its names is being typed, with a short timeout. Without a response,
+nothing is offered and no error is printed.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def register() -> None:
 
 
 class Words(ShellComplete):
-    """Completion by words that every shell takes literally. Shells would split, expand or execute other words, and another user may have chosen the
-    name.
+    """Completion by words that every shell takes literally. Shells would split, expand or execute other words, and
+    another user may have chosen the name.
     """
 
     def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem[str]]:
@@ -97,13 +97,15 @@ class FishWords(Words, FishComplete):
 class BashWords(Words, BashComplete):
     """Completion in bash of words with ``@`` and ``:`` in them, at which it breaks words (``COMP_WORDBREAKS``).
 
-    Bash passes the line as it was typed, and replaces only the part after the last break; so only that part of a completion is returned.
+    Bash passes the line as it was typed, and replaces only the part after the last break; so only that part of a
+    completion is returned.
     """
 
     source_template = """\
 %(complete_func)s() {
     local IFS=$'\\n' kind value answer
-    answer=$(env COMP_LINE="${COMP_LINE:0:COMP_POINT}" COMP_WORDBREAKS="$COMP_WORDBREAKS" %(complete_var)s=bash_complete "$1")
+    answer=$(env COMP_LINE="${COMP_LINE:0:COMP_POINT}" COMP_WORDBREAKS="$COMP_WORDBREAKS" \\
+        %(complete_var)s=bash_complete "$1")
     COMPREPLY=()
     while IFS=, read -r kind value; do
         case $kind in
@@ -131,7 +133,10 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 
 
 def before_break(word: str, breaks: str) -> str:
-    """Part of a word, kept by bash: up to the last character at which it breaks words. Bash replaces an ``@`` together with the rest."""
+    """Part of a word, kept by bash: up to the last character at which it breaks words.
+
+    Bash replaces an ``@`` together with the rest.
+    """
     last = max((word.rfind(each) for each in breaks if each in "@:="), default=-1)
     return word[:last] if word[last : last + 1] == "@" else word[: last + 1]
 
@@ -156,9 +161,7 @@ def numbers(ctx: click.Context, _param: click.Parameter, incomplete: str) -> lis
     return _ask(ctx, lambda client: _references(client, incomplete, by_number=True)) or []
 
 
-def reference(
-    metavar: str, callback: Callable[..., Any], offers: Callable[..., Any] = references
-) -> Callable[[F], F]:
+def reference(metavar: str, callback: Callable[..., Any], offers: Callable[..., Any] = references) -> Callable[[F], F]:
     """The argument of a command that names a model, and a version if the command requires one.
 
     Args:
@@ -172,9 +175,7 @@ def reference(
 def refs(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
     """Offers of a ref of the model that was typed before."""
     # before the value of an option, click has not yet assigned arguments to their parameters
-    named = (
-        ctx.params.get("model") or getattr(ctx.params.get("reference"), "model", "") or "".join(ctx.args[:1])
-    )
+    named = ctx.params.get("model") or getattr(ctx.params.get("reference"), "model", "") or "".join(ctx.args[:1])
     found = _ask(ctx, lambda client: client.refs(named)) if named else None
     return [
         CompletionItem(ref, help=f"version {number}")

@@ -27,7 +27,10 @@ from weighbridge.errors import InvalidArgument
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Export the adapter to this folder, which the engine sees by the same path (SGLang). Without it the tensors go with the request.",
+    help=(
+        "Export the adapter to this folder, which the engine sees by the same path (SGLang). "
+        "Without it the tensors go with the request."
+    ),
 )
 @click.option("--unload", is_flag=True, help="Unload this version instead.")
 @client_options
@@ -42,9 +45,10 @@ def adapters_command(
 ) -> None:
     """Load a version of an adapter into a running vLLM or SGLang server.
 
-    Requests to an SGLang name it by its number, as in acme/alice@18, also if VERSION is a ref, which is resolved once: without VERSION the latest. A vLLM with
-    weighbridge's middleware loads what requests name by itself; this spares the first of them the wait. The engine must serve the base version that the adapter names, and be able to
-    serve the adapter: otherwise nothing is loaded, and the error says why.
+    Requests to an SGLang name it by its number, as in acme/alice@18, also if VERSION is a ref, which is resolved once:
+    without VERSION the latest. A vLLM with weighbridge's middleware loads what requests name by itself; this spares the
+    first of them the wait. The engine must serve the base version that the adapter names, and be able to serve the
+    adapter: otherwise nothing is loaded, and the error says why.
     """
     from weighbridge._cli.showing.proving import engine_at
 

@@ -1,4 +1,6 @@
-"""Readings of a service for an overview: over gRPC, information that every client may see; over HTTP, memory use, if this client may observe it."""
+"""Readings of a service for an overview: over gRPC, information that every client may see; over HTTP, memory use, if
+this client may observe it.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ class Gatherer:
         return tuple(engine for engine in listed if engine.model in names)
 
     def _memory(self) -> MemoryUse | None:
-        """Memory use; None if the service does not report its HTTP address, or does not permit this client to read it."""
+        """Memory use; None if the service does not report its HTTP address, or does not permit this client to read
+        it.
+        """
         if time.monotonic() < self._ask_http_at:
             return None
         connection = self._connection

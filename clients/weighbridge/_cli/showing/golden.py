@@ -45,7 +45,10 @@ _MOST_FILE = 1 << 20
     type=click.IntRange(2, MOST_TOKENS),
     default=40,
     show_default=True,
-    help="With --make: length of each prompt. Longer than a block of the engine's prefix cache, or else a stale block is not noticed.",
+    help=(
+        "With --make: length of each prompt. Longer than a block of the engine's prefix cache, or "
+        "else a stale block is not noticed."
+    ),
 )
 @click.option(
     "--seed",
@@ -59,7 +62,8 @@ _MOST_FILE = 1 << 20
     "source",
     type=_FILE,
     metavar="FILE",
-    help="Compute the log probabilities of these prompts with transformers: a text in each line, for the version's tokenizer; or, in a file that "
+    help="Compute the log probabilities of these prompts with transformers: a text in each line, "
+    "for the version's tokenizer; or, in a file that "
     "ends with .json, an array of arrays of token ids.",
 )
 @click.option("--out", type=_FILE, metavar="FILE", help="With --make or --prompts: write them to this file.")
@@ -89,7 +93,8 @@ _MOST_FILE = 1 << 20
     "--max-drift",
     type=click.FloatRange(min=0.0),
     metavar="X",
-    help="Largest difference of log probabilities: with --url, above it the exit code is 1; with --make or --prompts, the bound that is written.  "
+    help="Largest difference of log probabilities: with --url, above it the exit code is 1; with "
+    "--make or --prompts, the bound that is written.  "
     "[default: the version's own, if it has one]",
 )
 @client_options
@@ -112,28 +117,24 @@ def golden_command(
 ) -> None:
     """Show, make or ask the golden prompts of a version.
 
-    Golden prompts are token ids with the log probabilities that the trainer's model gives them. Without an option those are shown that came with the
-    version. --make and --prompts compute them from the version's bytes in this process, in float32, and write a file, which a push of these
-    weights takes (`weighbridge push --golden FILE`). --url asks a running engine, and prints how far it is from them; one that says that it serves another version is refused. Without VERSION it is
-    the newest that is not held.
+    Golden prompts are token ids with the log probabilities that the trainer's model gives them. Without an option those
+    are shown that came with the version. --make and --prompts compute them from the version's bytes in this process, in
+    float32, and write a file, which a push of these weights takes (`weighbridge push --golden FILE`). --url asks a
+    running engine, and prints how far it is from them; one that says that it serves another version is refused. Without
+    VERSION it is the newest that is not held.
     """
     making = count is not None or source is not None
     if count is not None and source is not None:
         raise click.UsageError("--make writes prompts, and --prompts names some: use one of them")
     if making and (given is not None or url is not None):
-        raise click.UsageError(
-            "--make and --prompts make a file: name it with --from, and ask the engine then"
-        )
+        raise click.UsageError("--make and --prompts make a file: name it with --from, and ask the engine then")
     if out is not None and not making:
         raise click.UsageError("--out needs --make or --prompts")
     if max_drift is not None and not making and url is None:
         raise click.UsageError("--max-drift needs --url, --make or --prompts")
     with engine_of(server) as client:
         version = client.version(reference.model, reference.version or REF_LATEST)
-        if making:
-            made = _made(client, version, count, tokens, seed, source, max_drift)
-        else:
-            made = _given(version, given)
+        made = _made(client, version, count, tokens, seed, source, max_drift) if making else _given(version, given)
         if url is not None:
             engine = _engine(kind, checked_url(url), reference.model, server, engine_key)
             drift = _asked(engine, version, made, max_drift, as_json)
@@ -157,7 +158,10 @@ def _given(version: Version, path: Path | None) -> GoldenPrompts:
         name = f"{version.model}@{version.number}"
         raise NotFound(
             f"{name} has no golden prompts",
-            fix=f"push versions with golden=..., or make some and use the file: weighbridge golden {name} --make 4 --out golden.json",
+            fix=(
+                "push versions with golden=..., or make some and use the file: weighbridge golden "
+                f"{name} --make 4 --out golden.json"
+            ),
         )
     return found
 
@@ -250,7 +254,8 @@ def _asked(
 
 
 def _check_serves(serving: Serving, version: Version) -> None:
-    """Refuse an engine that serves another version: its answers may be within the bound without being evidence for this version.
+    """Refuse an engine that serves another version: its answers may be within the bound without being evidence for this
+    version.
 
     Raises:
         FailedPrecondition: the engine serves another version; names it.
@@ -273,7 +278,9 @@ def _lines(version: Version, found: GoldenPrompts) -> Iterator[str]:
     bound = "no bound" if found.max_drift is None else f"bound {found.max_drift:g}"
     yield f"{version.model}@{version.number}: {found.text}, {bound}"
     for at, each in enumerate(found.prompts):
-        yield f"  prompt {at}: {counted(len(each.tokens), 'token')}, mean log probability {logprobs_text(each.logprobs)}"
+        yield (
+            f"  prompt {at}: {counted(len(each.tokens), 'token')}, mean log probability {logprobs_text(each.logprobs)}"
+        )
 
 
 def _drift_lines(drift: Drift) -> Iterator[str]:
@@ -283,5 +290,6 @@ def _drift_lines(drift: Drift) -> Iterator[str]:
         above = " ABOVE" if drift.max_drift is not None and each.worst > drift.max_drift else ""
         where = f" of {each.engine}" if each.engine else ""
         yield (
-            f"  prompt {each.prompt}{where}: largest {each.largest:.4g}, mean {each.mean:.4g}, with cached prefixes {each.cached:.4g}{above}"
+            f"  prompt {each.prompt}{where}: largest {each.largest:.4g}, mean {each.mean:.4g}, "
+            f"with cached prefixes {each.cached:.4g}{above}"
         )

@@ -1,4 +1,7 @@
-"""Overview of a service's activity, derived from readings: pushes with their rates, versions, models, engines, memory. Pure."""
+"""Overview of a service's activity, derived from readings: pushes with their rates, versions, models, engines, memory.
+
+Pure.
+"""
 
 from __future__ import annotations
 

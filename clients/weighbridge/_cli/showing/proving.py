@@ -43,7 +43,10 @@ _NAMED = 10
 @click.option(
     "--by-loading",
     is_flag=True,
-    help="Pause the engine, and let its own loader load the version again over what it has: this names what differed, and corrects it.",
+    help=(
+        "Pause the engine, and let its own loader load the version again over what it has: this "
+        "names what differed, and corrects it."
+    ),
 )
 @client_options
 @click.pass_context
@@ -59,11 +62,12 @@ def prove_command(
 ) -> None:
     """Prove that an engine computes with the bytes of a version.
 
-    The engine is a vLLM or SGLang server. Every worker of every engine behind the server makes a digest of each parameter where it lies, while the engine serves. This command
-    pulls what each worker takes of the version, and makes the digests that the parameters must have. Without VERSION it is the version
-    that the engine says it serves. What the engine repacks or quantizes after loading cannot be compared, and is named. The exit code is 1
-    if a parameter has other bytes, a worker serves another version, or no parameter can be compared; and if a worker does not answer, which
-    is named.
+    The engine is a vLLM or SGLang server. Every worker of every engine behind the server makes a digest of each
+    parameter where it lies, while the engine serves. This command pulls what each worker takes of the version, and
+    makes the digests that the parameters must have. Without VERSION it is the version that the engine says it serves.
+    What the engine repacks or quantizes after loading cannot be compared, and is named. The exit code is 1 if a
+    parameter has other bytes, a worker serves another version, or no parameter can be compared; and if a worker does
+    not answer, which is named.
     """
     from weighbridge._core.engines.facts import FAILED, NOT_PROVED
     from weighbridge.follow.proving import prove, prove_by_load
@@ -74,18 +78,13 @@ def prove_command(
         client.model(model).check_whole()
         engine = engine_at(url, model, engine_server or server, engine_key)
         engine.connect()
-        number = (
-            client.version(model, reference.version).number if reference.version else engine.serving().version
-        )
+        number = client.version(model, reference.version).number if reference.version else engine.serving().version
         if number is None:
             raise FailedPrecondition(
                 f"the engine does not report which version of {model} it serves",
                 fix=f"name one: {model}@NUMBER",
             )
-        if by_loading:
-            proof = prove_by_load(engine, model, number)
-        else:
-            proof = prove(client, engine.evidence, model, number)
+        proof = prove_by_load(engine, model, number) if by_loading else prove(client, engine.evidence, model, number)
     print_result(proof, as_json, *_lines(proof))
     ctx.exit(proof.verdict in (FAILED, NOT_PROVED))
 
@@ -118,7 +117,10 @@ def _lines(proof: Proof) -> Iterator[str]:
             for why, parameters in whys.items():
                 yield f"    not compared, {why}: {named(parameters, _NAMED)}"
     if proof.untested:
-        yield "  by a record of the engine's loader that was never compared with a load by that loader: --by-loading compares it, and pauses the engine"
+        yield (
+            "  by a record of the engine's loader that was never compared with a load by that "
+            "loader: --by-loading compares it, and pauses the engine"
+        )
 
 
 def _compared(rank: RankProof) -> str:
@@ -126,4 +128,7 @@ def _compared(rank: RankProof) -> str:
     took = f", digests made in {readable_duration(rank.seconds)}"
     if not rank.wrong:
         return f"{counted(right, 'parameter has', 'parameters have')} its bytes{took}"
-    return f"OTHER BYTES in {named(rank.wrong, _NAMED)}; {counted(right, 'parameter has', 'parameters have')} its bytes{took}"
+    return (
+        f"OTHER BYTES in {named(rank.wrong, _NAMED)}; "
+        f"{counted(right, 'parameter has', 'parameters have')} its bytes{took}"
+    )

@@ -179,9 +179,7 @@ def _engine_cells(engine: Engine) -> tuple[Sequence[Text], ...]:
 
 
 def _versions(versions: Iterable[Past], now_ms: int, width: int) -> Table:
-    columns = _chosen(
-        width, ("VERSION", "STATE", "SIZE", "READY"), ("DURABLE", "AGE", "REFS"), ("STEP", "NOTE")
-    )
+    columns = _chosen(width, ("VERSION", "STATE", "SIZE", "READY"), ("DURABLE", "AGE", "REFS"), ("STEP", "NOTE"))
     return _table(columns, (_chosen(width, *_version_cells(each, now_ms)) for each in versions))
 
 

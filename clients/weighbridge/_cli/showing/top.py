@@ -51,9 +51,9 @@ def top_command(
 ) -> None:
     """Show what a service does, live: pushes, versions, engines.
 
-    Versions that are being received with the progress and rate of each rank, and who is missing; engines and what each serves; the
-    newest versions with sizes and how long they took; refs; memory and bytes in flight. Only those of MODEL, if any is named. Ends
-    with Ctrl-C. Goes on when the service is away and comes back.
+    Versions that are being received with the progress and rate of each rank, and who is missing; engines and what each
+    serves; the newest versions with sizes and how long they took; refs; memory and bytes in flight. Only those of
+    MODEL, if any is named. Ends with Ctrl-C. Goes on when the service is away and comes back.
 
     Memory is shown to those who may observe. --json prints one document.
     """

@@ -1,5 +1,5 @@
-"""Sentences that describe what a watch waits for: a model that is not registered yet, a model without versions, or a ref that does not
-exist.
+"""Sentences that describe what a watch waits for: a model that is not registered yet, a model without versions, or a
+ref that does not exist.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _ASKED = 3
 
 
 def absences(refs: Sequence[tuple[str, str]]) -> Steps[list[str]]:
-    """Return sentences that describe what the watch waits for, for refs without a version so far. ``refs`` are pairs of model and ref. If
-    there are many, only the first are described.
+    """Return sentences that describe what the watch waits for, for refs without a version so far. ``refs`` are pairs of
+    model and ref. If there are many, only the first are described.
     """
     found: list[str] = []
     for model, ref in refs[:_ASKED]:
@@ -29,9 +29,7 @@ def absences(refs: Sequence[tuple[str, str]]) -> Steps[list[str]]:
             found.append(said)
     if len(refs) > _ASKED:
         more = len(refs) - _ASKED
-        found.append(
-            f"{counted(more, 'more ref')} of the same watch {'has' if more == 1 else 'have'} no version yet"
-        )
+        found.append(f"{counted(more, 'more ref')} of the same watch {'has' if more == 1 else 'have'} no version yet")
     return found
 
 
@@ -49,8 +47,6 @@ def _absence(model: str, ref: str) -> Steps[str]:
         if not newest:
             return f"{model} has no versions yet: waiting for the first one"
         if newest[0].held:
-            return (
-                f"{model} has no ref {ref!r} yet, as its version {newest[0].number} is held: waiting for it"
-            )
+            return f"{model} has no ref {ref!r} yet, as its version {newest[0].number} is held: waiting for it"
     has = f" (it has {named(sorted(refs))})" if refs else ""
     return f"{model} has no ref {ref!r} yet{has}: waiting for it"

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 _REGISTERING_SECONDS = 660.0
-"""Deadline of a registration. It is longer than the time that a service gives its process for two weight maps, of which the first waits for
-imports.
+"""Deadline of a registration. It is longer than the time that a service gives its process for two weight maps, of which
+the first waits for imports.
 """
 
 _call = partial(call_method, pb.DESCRIPTOR.services_by_name["ModelService"])
@@ -40,8 +40,8 @@ def registration(
     weight_map: bool = True,
     base: str = "",
 ) -> pb.RegisterModelRequest:
-    """Return the request that registers a model by the content of its files, for `register_model`. Raises InvalidArgument if the files are
-    too large.
+    """Return the request that registers a model by the content of its files, for `register_model`. Raises
+    InvalidArgument if the files are too large.
 
     Args:
         model, files, dtype, tensors, weight_map: as for `Client.register_files`.
@@ -73,9 +73,7 @@ def model_files(model: str, version: str | int | None) -> Steps[dict[str, bytes]
     files = (yield from _call("GetModelFiles", request)).files
     for file in files:
         if not is_file_name(file.name):
-            raise DataLoss(
-                f"the service sent a file of {meant.model} whose name is not valid: {file.name[:200]!r}"
-            )
+            raise DataLoss(f"the service sent a file of {meant.model} whose name is not valid: {file.name[:200]!r}")
     return {file.name: file.content for file in files}
 
 

@@ -21,7 +21,10 @@ def ask(operation: Operation[Answer], **arguments: Any) -> Steps[Answer]:
 
 
 def ask_all(operation: Operation[Answer], limit: int | None = None, **arguments: Any) -> Steps[list[Answer]]:
-    """Call an operation that returns a list, page by page if the service returns pages. Returns all items, or the first ``limit``."""
+    """Call an operation that returns a list, page by page if the service returns pages.
+
+    Returns all items, or the first ``limit``.
+    """
     messages, found = messages_of(operation), list[Answer]()
     if limit is not None:
         arguments["page_size"] = limit

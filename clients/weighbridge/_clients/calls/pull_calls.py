@@ -66,7 +66,10 @@ def plan_pull(
     layout: LayoutRequest | None = None,
     dtype: str | torch.dtype | None = None,
 ) -> Steps[PullPlan]:
-    """Ask the service for the plan of a pull. The service sends a layout of many slices only once. Later plans refer to it by its digest."""
+    """Ask the service for the plan of a pull. The service sends a layout of many slices only once.
+
+    Later plans refer to it by its digest.
+    """
     asked = layout or FullTensors()
     meant = Reference.of(model, version, REF_LATEST)
     request = pb.PlanPullRequest(

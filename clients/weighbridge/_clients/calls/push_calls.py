@@ -1,5 +1,5 @@
-"""Control calls of a push as steps without I/O: open, declare, state, seal, abort. Also queries for the shards of a rank and the tensors of
-a model.
+"""Control calls of a push as steps without I/O: open, declare, state, seal, abort. Also queries for the shards of a
+rank and the tensors of a model.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _DECLARE_CALL_SECONDS = 10.0
 _DECLARE_CALL_FIRST = 1.0
 """Wait of the first call, which is also the minimum. Each later call waits twice as long as the previous one.
 
-The first calls are short because a rank that cannot push reports this early, and the other ranks learn of it between calls. Near the end of
-the wait, calls are short again, so that the service can report the absent ranks in time."""
+The first calls are short because a rank that cannot push reports this early, and the other ranks learn of it between
+calls. Near the end of the wait, calls are short again, so that the service can report the absent ranks in time."""
 
 _call = partial(call_method, pb.DESCRIPTOR.services_by_name["CheckpointService"])
 
@@ -46,12 +46,15 @@ def open_version(
     registration: RegisterModelRequest | None = None,
     called: float | None = None,
 ) -> Steps[Version]:
-    """Open a version, or find the version that another rank of the push has opened. Logs a warning if another job also pushes the model.
+    """Open a version, or find the version that another rank of the push has opened.
+
+    Logs a warning if another job also pushes the model.
 
     Args:
         opening: the request, which identifies the push.
-        registration: registration of the model. The client sends it only if the service refuses the opening, because the model is not
-            registered or is registered with another config. So later versions of a model need only one call.
+        registration: registration of the model. The client sends it only if the service refuses the opening, because
+            the model is not registered or is registered with another config. So later versions of a model need only one
+            call.
         called: time at which the trainer called push, by the monotonic clock; None to omit it.
     """
     age = None if called is None else partial(_called, called)
@@ -76,7 +79,9 @@ def open_version(
 
 
 def _called(at: float) -> pb.OpenVersionRequest:
-    """Return a part of the opening: the age of the trainer's call, which was made at this time of the monotonic clock."""
+    """Return a part of the opening: the age of the trainer's call, which was made at this time of the monotonic
+    clock.
+    """
     return pb.OpenVersionRequest(call_age_seconds=time.monotonic() - at)
 
 
@@ -88,8 +93,8 @@ def declare(
     within: float = math.inf,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Steps[pb.DeclareLayoutResponse]:
-    """Declare the layout of a rank, and wait until all ranks have declared theirs. Return the shards that the rank must push, and their
-    destinations.
+    """Declare the layout of a rank, and wait until all ranks have declared theirs. Return the shards that the rank must
+    push, and their destinations.
 
     Args:
         header: version and rank.
@@ -119,7 +124,10 @@ def declare(
             if absent:
                 raise _not_declared(header, absent) from None
             raise DeadlineExceeded(
-                f"{header.model}@{header.number}: the service did not report in time whether all ranks have declared their layout",
+                (
+                    f"{header.model}@{header.number}: the service did not report in time whether "
+                    "all ranks have declared their layout"
+                ),
                 details=[error.message],
                 fix="check whether the service is overloaded; or raise max_hold_s",
             ) from error
@@ -192,7 +200,8 @@ def seal(
     Args:
         header: version and rank.
         replicas: checksums of the shards that other ranks hold too.
-        nonfinite_elements: number of NaN or infinite elements that the rank has pushed; None if it has not counted them.
+        nonfinite_elements: number of NaN or infinite elements that the rank has pushed; None if it has not counted
+            them.
     """
     yield from _call(
         "SealRank",
@@ -243,16 +252,19 @@ def describe_shards(model: str, rank: MegatronRank) -> Steps[Layout]:
 
 
 def registered_specs(model: str, specs: Iterable[TensorSpec]) -> Steps[Mapping[str, TensorSpec]]:
-    """Return the specs of a trainer's tensors that belong to the model, by Megatron-core's names, with the model's registered dtypes."""
+    """Return the specs of a trainer's tensors that belong to the model, by Megatron-core's names, with the model's
+    registered dtypes.
+    """
     held = wire.layout_to_proto(Layout.stream(specs, []), TensorSpace.MEGATRON)
-    request = pb.DescribeShardsRequest(
-        model=model, tensors=held, tensor_parallel_size=1, pipeline_parallel_size=1
-    )
+    request = pb.DescribeShardsRequest(model=model, tensors=held, tensor_parallel_size=1, pipeline_parallel_size=1)
     return wire.layout_from_proto((yield from _call("DescribeShards", request)).layout).tensors
 
 
 def weight_links(model: str, specs: Iterable[TensorSpec]) -> Steps[WeightLinks]:
-    """Return links from the elements of a trainer's tensors to those of the model. Tensors that the model does not have are omitted."""
+    """Return links from the elements of a trainer's tensors to those of the model.
+
+    Tensors that the model does not have are omitted.
+    """
     held = wire.layout_to_proto(Layout.stream(specs, []), TensorSpace.MEGATRON)
     request = pb.DescribeShardsRequest(
         model=model, tensors=held, with_links=True, tensor_parallel_size=1, pipeline_parallel_size=1
@@ -267,6 +279,9 @@ def weight_links(model: str, specs: Iterable[TensorSpec]) -> Steps[WeightLinks]:
 def describe_tensors(model: str) -> Steps[Layout]:
     """Return a layout of all whole tensors of a model, by Hugging Face's names."""
     request = pb.DescribeShardsRequest(
-        model=model, tensor_parallel_size=1, pipeline_parallel_size=1, space=wire.space_to_proto(TensorSpace.HUGGING_FACE)
-    )  # fmt: skip
+        model=model,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        space=wire.space_to_proto(TensorSpace.HUGGING_FACE),
+    )
     return wire.layout_from_proto((yield from _call("DescribeShards", request)).layout)

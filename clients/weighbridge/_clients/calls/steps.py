@@ -1,8 +1,9 @@
 """Steps of a call without I/O: the requests, and the handling of the responses.
 
-A generator yields steps and returns the result of the call. It yields a `Call` and receives the response or the error; it yields a `Pause`;
-or it yields `Work` and receives its result. `take` executes the steps in a thread that may block, and `weighbridge.aio` on an event loop,
-so that requests, paging and waiting are implemented once. (httpx implements its authentication flows in this way.)
+A generator yields steps and returns the result of the call. It yields a `Call` and receives the response or the error;
+it yields a `Pause`; or it yields `Work` and receives its result. `take` executes the steps in a thread that may block,
+and `weighbridge.aio` on an event loop, so that requests, paging and waiting are implemented once. (httpx implements its
+authentication flows in this way.)
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Call:
         path: path of the method.
         request: the encoded request, in parts.
         seconds: deadline of the call.
-        latest: returns the part of the request that differs with each attempt, such as the age of an event; None if no part differs.
+        latest: returns the part of the request that differs with each attempt, such as the age of an event; None if no
+            part differs.
     """
 
     path: str
@@ -41,7 +43,10 @@ class Call:
 
     @property
     def encoded(self) -> tuple[bytes, ...]:
-        """The request to send now, in parts. Encoded messages that are concatenated form one message (see `request_parts`)."""
+        """The request to send now, in parts.
+
+        Encoded messages that are concatenated form one message (see `request_parts`).
+        """
         if self.latest is None:
             return self.request
         *before, last = self.request

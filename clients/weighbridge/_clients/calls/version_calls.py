@@ -56,7 +56,10 @@ def wait_for(
     timeout: float | None,
     on_progress: Callable[[Version], None] | None,
 ) -> Steps[Version]:
-    """Wait until a version has reached a state. The service responds to the calls only when that happens, or at their deadline."""
+    """Wait until a version has reached a state.
+
+    The service responds to the calls only when that happens, or at their deadline.
+    """
     if state not in _AWAITED:
         allowed = ", ".join(each.value for each in _AWAITED)
         raise InvalidArgument(
@@ -64,9 +67,7 @@ def wait_for(
             fix=f"wait for {allowed}",
         )
     meant = Reference.of(model, version, REF_LATEST)
-    request = pb.GetVersionRequest(
-        model=meant.model, version=meant.version, wait_for=wire.state_to_proto(state)
-    )
+    request = pb.GetVersionRequest(model=meant.model, version=meant.version, wait_for=wire.state_to_proto(state))
     longest = REMIND_SECONDS if on_progress is None else _PROGRESS_SECONDS
     reminder = Reminder()
     deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -116,7 +117,10 @@ def list_versions(
 
 
 def approve(model: str, version: str | int | None, *, by: str, note: str) -> Steps[Version]:
-    """Approve the reasons for which a version is held now. A repeated call does not approve reasons that were added later."""
+    """Approve the reasons for which a version is held now.
+
+    A repeated call does not approve reasons that were added later.
+    """
     meant = Reference.of(model, version)
     found = yield from get_version(meant.model, meant.number)
     if not found.held:

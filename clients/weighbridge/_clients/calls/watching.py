@@ -1,4 +1,7 @@
-"""Watch of refs: the call that opens its stream, the versions received so far, and the time of the next retry. No function here does I/O."""
+"""Watch of refs: the call that opens its stream, the versions received so far, and the time of the next retry.
+
+No function here does I/O.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ class Watch:
     Attributes:
         refs: model and name of each ref.
         last: for each ref, the number of the version received last; 0 if none.
-        backoff: backoff of the attempts to open the stream. Once the service has accepted the watch, attempts continue without limit.
+        backoff: backoff of the attempts to open the stream. Once the service has accepted the watch, attempts continue
+            without limit.
         accepted: whether the service has accepted the watch.
     """
 
@@ -34,7 +38,10 @@ class Watch:
 
     @staticmethod
     def begin(refs: Iterable[tuple[str, str]], retry_seconds: float) -> Watch:
-        """Return a watch that has not received a version yet. Raises InvalidArgument if a ref is not a pair of model and name."""
+        """Return a watch that has not received a version yet.
+
+        Raises InvalidArgument if a ref is not a pair of model and name.
+        """
         found = tuple(refs)
         for ref in found:
             if [type(part) for part in ref] != [str, str]:
@@ -47,14 +54,12 @@ class Watch:
     @property
     def missing(self) -> tuple[tuple[str, str], ...]:
         """The refs for which no version has been received yet."""
-        return tuple(
-            ref for ref, last in zip(self.refs, self.last, strict=True) if not last and ref[1] != RECEIVING
-        )
+        return tuple(ref for ref, last in zip(self.refs, self.last, strict=True) if not last and ref[1] != RECEIVING)
 
     @property
     def call(self) -> tuple[str, bytes, Callable[[bytes], tuple[int, Version]]]:
-        """The call that opens the stream: its path, its request, and a function that decodes a response into the ref's index and its
-        version.
+        """The call that opens the stream: its path, its request, and a function that decodes a response into the ref's
+        index and its version.
         """
         there = zip(self.refs, self.last, strict=True)
         request = pb.WatchRefsRequest(refs=[_watched(*ref, last) for ref, last in there])
@@ -70,12 +75,13 @@ class Watch:
         return replace(self, accepted=True, backoff=Backoff(math.inf, _PAUSE_SECONDS))
 
     def left(self, now: float) -> float | None:
-        """Return the seconds left for attempts to open the stream; None if they are unlimited. `now` is a time of the monotonic clock."""
+        """Return the seconds left for attempts to open the stream; None if they are unlimited.
+
+        `now` is a time of the monotonic clock.
+        """
         return None if self.accepted else self.backoff.left(now)
 
-    def failed(
-        self, error: WeighbridgeError, *, closed: bool, now: float, jitter: float
-    ) -> tuple[float, Watch]:
+    def failed(self, error: WeighbridgeError, *, closed: bool, now: float, jitter: float) -> tuple[float, Watch]:
         """Return the pause in seconds before the stream is opened again, and the watch that is opened then.
 
         Args:

@@ -1,5 +1,5 @@
-"""Copies that begin before their destination is known. They are made in host memory, from which a thread delivers the push while the caller
-continues.
+"""Copies that begin before their destination is known. They are made in host memory, from which a thread delivers the
+push while the caller continues.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ _ALIGNMENT = 64
 
 
 class CopiesAhead(Copies):
-    """Copies of tensors in host memory. They are made while the call waits for the service's plan: GPUs copy their own tensors, and a
-    thread copies the others.
+    """Copies of tensors in host memory. They are made while the call waits for the service's plan: GPUs copy their own
+    tensors, and a thread copies the others.
 
-    Each tensor is copied once, even if it is pushed under several names. The memory is released when the last push has been delivered.
+    Each tensor is copied once, even if it is pushed under several names. The memory is released when the last push has
+    been delivered.
 
     Args:
-        most_bytes: maximum number of bytes of host memory for copies. Tensors beyond that are copied when their destination is known.
+        most_bytes: maximum number of bytes of host memory for copies. Tensors beyond that are copied when their
+            destination is known.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -64,9 +66,7 @@ class CopiesAhead(Copies):
         self._left -= nbytes
         buffer = buffers.take(nbytes, pinned=any(each.is_cuda for each in new.values()))
         self._given_back.append(partial(buffers.give, buffer))
-        copies = {
-            key: _view(buffer, start, each) for start, (key, each) in zip(starts, new.items(), strict=True)
-        }
+        copies = {key: _view(buffer, start, each) for start, (key, each) in zip(starts, new.items(), strict=True)}
         self._begin_on_gpus([(copies[key], each) for key, each in new.items() if each.is_cuda])
         self._begin_on_cpu([(copies[key], each) for key, each in new.items() if not each.is_cuda])
         self._copies.update(copies)
@@ -76,7 +76,10 @@ class CopiesAhead(Copies):
         self._copies.update((key_of(each), each) for each in tensors)
 
     def source(self, tensors: Sequence[torch.Tensor], staging: StagingPool) -> tuple[OpenSource, Copying]:
-        """See `Copies.source`. The push reads copied tensors from their copies, and gRPC sends these without another copy."""
+        """See `Copies.source`.
+
+        The push reads copied tensors from their copies, and gRPC sends these without another copy.
+        """
         copies = [self._copies.get(key_of(each)) for each in tensors]
         pushed = [own if copy is None else copy for own, copy in zip(tensors, copies, strict=True)]
         copying = _CopyingAhead(self, frozenset(at for at, copy in enumerate(copies) if copy is not None))

@@ -1,4 +1,6 @@
-"""Copies of the tensors that one call pushes, of weights and training state: how they are made, and when the caller may change its tensors."""
+"""Copies of the tensors that one call pushes, of weights and training state: how they are made, and when the caller may
+change its tensors.
+"""
 
 from __future__ import annotations
 
@@ -42,19 +44,22 @@ class Copying:
             self.ended.set()
 
     def kept_until(self, returned: float) -> float:
-        """Return the time at which the caller may continue after a push that returned at ``returned``, by the monotonic clock. Called after
-        all copies are made.
+        """Return the time at which the caller may continue after a push that returned at ``returned``, by the monotonic
+        clock. Called after all copies are made.
         """
         return returned
 
     def release(self) -> None:
-        """Release the shards, which the push no longer reads. The caller or the thread that ends the push calls this once."""
+        """Release the shards, which the push no longer reads.
+
+        The caller or the thread that ends the push calls this once.
+        """
         self.ended.set()
 
 
 class Copies(ABC):
-    """The copies of one call, as a context manager around its pushes. After the context the caller may change its tensors, unless the
-    copies are deferred."""
+    """The copies of one call, as a context manager around its pushes. After the context the caller may change its
+    tensors, unless the copies are deferred."""
 
     def begin(self, tensors: Sequence[torch.Tensor], buffers: StagingPool) -> None:  # noqa: B027 - most classes wait until the destination is known
         """Begin to copy the tensors that will probably be pushed.
@@ -92,7 +97,10 @@ class CopiesInCall(Copies):
 
 
 def staged_source(tensors: Sequence[torch.Tensor], staging: StagingPool) -> OpenSource:
-    """Return a function that opens a source for some of these tensors. The tensors may change after they have been copied."""
+    """Return a function that opens a source for some of these tensors.
+
+    The tensors may change after they have been copied.
+    """
     return lambda indexes, stream: TensorSource(staging, stream, [tensors[index] for index in indexes])
 
 
@@ -111,7 +119,10 @@ def points_of(tensors: Iterable[torch.Tensor]) -> Points:
 
 @contextmanager
 def on_streams(points: Points) -> Iterator[Sequence[torch.cuda.Stream]]:
-    """Context in which the current streams of the GPUs are new streams of this thread. They start after the work before these points."""
+    """Context in which the current streams of the GPUs are new streams of this thread.
+
+    They start after the work before these points.
+    """
     import torch
 
     with ExitStack() as stack:

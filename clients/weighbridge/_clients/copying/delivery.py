@@ -1,4 +1,7 @@
-"""Delivery of a rank's shards. They are copied to the service's memory if the service grants some, otherwise to buffers for gRPC."""
+"""Delivery of a rank's shards.
+
+They are copied to the service's memory if the service grants some, otherwise to buffers for gRPC.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Agreement of the ranks of one push, through the store of their process group: either all of them push, or none.
 
-The agreement is not a collective: it does not need a GPU, an order among other collectives or a particular thread, and an absent rank does
-not block the others for longer than they allow. Each rank increments a count, and the rank that completes it writes the verdict ``go``. A
-rank that cannot push, or that stops waiting, writes another verdict. Ranks write the verdict by compare-and-swap, so the first one stands
-and all ranks read the same verdict.
+The agreement is not a collective: it does not need a GPU, an order among other collectives or a particular thread, and
+an absent rank does not block the others for longer than they allow. Each rank increments a count, and the rank that
+completes it writes the verdict ``go``. A rank that cannot push, or that stops waiting, writes another verdict. Ranks
+write the verdict by compare-and-swap, so the first one stands and all ranks read the same verdict.
 
 Keys, below ``weighbridge/<model>/<request>/<attempt>``: ``count``, ``here/<rank>`` until the verdict, ``verdict``,
 ``says/<rank>``; and for all pushes ``weighbridge/said/<digest>``.
@@ -25,8 +25,8 @@ from weighbridge.errors import WeighbridgeError
 
 _GO, _NO = b"go", b"no:"
 _POLL_PART = 0.05
-"""Pause between two polls of the store, as a share of the time waited so far. As a result, a late rank is noticed soon, and a store of many
-ranks is rarely polled.
+"""Pause between two polls of the store, as a share of the time waited so far. As a result, a late rank is noticed soon,
+and a store of many ranks is rarely polled.
 """
 _POLL_SECONDS = 0.001, 0.2
 """Minimum and maximum pause."""
@@ -34,14 +34,17 @@ _MOST_REASON = 400
 """Maximum number of characters of a reason that other ranks receive."""
 
 _GONE = RuntimeError
-"""Error of a store that has ended, for example with the job. It does not decide the agreement; waits end by their timeouts."""
+"""Error of a store that has ended, for example with the job.
+
+It does not decide the agreement; waits end by their timeouts.
+"""
 
 _lock = threading.Lock()
 _begun: Counter[str] = Counter()
 _refused: Counter[str] = Counter()
 _clones: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""The client's own connections, by the stores from which they were cloned. References are weak, because a store's server frees its port
-only when the last reference to the store is gone.
+"""The client's own connections, by the stores from which they were cloned. References are weak, because a store's
+server frees its port only when the last reference to the store is gone.
 """
 
 
@@ -65,8 +68,8 @@ class RankAgreement:
 
     @staticmethod
     def of_process_group(model: str, request_id: str, ranks: int) -> RankAgreement | None:
-        """Return the agreement on a push that all ranks of torch.distributed make; None if there is no process group, or the push has other
-        ranks.
+        """Return the agreement on a push that all ranks of torch.distributed make; None if there is no process group,
+        or the push has other ranks.
 
         All ranks must call this equally often for a push: a second call for the same push begins another agreement.
         """
@@ -172,7 +175,10 @@ class RankAgreement:
             self.store.delete_key(self._key(f"here/{self.rank}"))
 
     def _decide(self, verdict: bytes) -> bool:
-        """Write the verdict, unless one already exists. Return whether the verdict in the store is this one or unknown."""
+        """Write the verdict, unless one already exists.
+
+        Return whether the verdict in the store is this one or unknown.
+        """
         text = verdict.decode(errors="replace")
         with contextlib.suppress(_GONE):
             return bool(self.store.compare_set(self._key("verdict"), "", text) == text.encode())
@@ -187,8 +193,8 @@ def _problem_of(verdict: bytes) -> str:
 
 
 def _store() -> Any:
-    """Return a separate connection to the store of the default process group, so that other users of the store do not wait; None if there
-    is no store.
+    """Return a separate connection to the store of the default process group, so that other users of the store do not
+    wait; None if there is no store.
     """
     from torch.distributed import distributed_c10d
 

@@ -1,7 +1,7 @@
 """Policy of a push: how long it may block the rank that makes it, and how its failure is handled.
 
-Every method that pushes accepts the policy as the options ``max_hold_s`` and ``on_failure``. This module makes the decisions, and the
-clients carry them out.
+Every method that pushes accepts the policy as the options ``max_hold_s`` and ``on_failure``. This module makes the
+decisions, and the clients carry them out.
 """
 
 from __future__ import annotations
@@ -19,9 +19,15 @@ from weighbridge.errors import DeadlineExceeded, InvalidArgument, Unavailable
 OnFailure = Literal["raise", "warn"]
 
 AGAIN_SECONDS = 3.0
-"""Seconds for which a service is retried that was unreachable and has not responded since. The loop has already waited for it once."""
+"""Seconds for which a service is retried that was unreachable and has not responded since.
+
+The loop has already waited for it once.
+"""
 _REACH = 0.75
-"""Share of ``max_hold_s`` for which an unreachable service is retried. In the remaining time the other ranks learn of the failure."""
+"""Share of ``max_hold_s`` for which an unreachable service is retried.
+
+In the remaining time the other ranks learn of the failure.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +35,8 @@ class HoldPolicy:
     """Limit on the time for which a push may block the loop that makes it, and handling of its failure.
 
     Attributes:
-        max_hold_s: seconds for which one call may block the rank in total while it waits for the service, other ranks, memory and earlier
-            pushes. The copy itself is not a wait. None: each wait has its own timeout.
+        max_hold_s: seconds for which one call may block the rank in total while it waits for the service, other ranks,
+            memory and earlier pushes. The copy itself is not a wait. None: each wait has its own timeout.
         on_failure: ``raise``; or ``warn``, which logs why the push was skipped, and lets the loop continue.
     """
 
@@ -58,7 +64,9 @@ class HoldPolicy:
         return self.on_failure == "warn"
 
     def begin(self, *, away: bool = False) -> Hold:
-        """Return the hold of one call, which begins now. Inside another hold, it has the beginning of that one and does not end later.
+        """Return the hold of one call, which begins now.
+
+        Inside another hold, it has the beginning of that one and does not end later.
 
         Args:
             away: whether the previous call could not reach the service, so that this one may be skipped too.
@@ -117,9 +125,7 @@ class Hold:
     def exceeded(self, what: str) -> DeadlineExceeded:
         """Return the error of a call that has blocked its rank for as long as it may."""
         return DeadlineExceeded(
-            f"{what} after max_hold_s={self.policy.max_hold_s:g}"
-            if self.policy.max_hold_s is not None
-            else what,
+            f"{what} after max_hold_s={self.policy.max_hold_s:g}" if self.policy.max_hold_s is not None else what,
             fix="push a later step; or let pushes hold the trainer for longer",
         )
 
@@ -130,7 +136,10 @@ _current: ContextVar[Hold] = ContextVar("hold", default=FREE)
 
 
 def current_hold() -> Hold:
-    """Return the hold of the current call. Outside of calls, and in threads that continue after a call, it is a hold without a limit."""
+    """Return the hold of the current call.
+
+    Outside of calls, and in threads that continue after a call, it is a hold without a limit.
+    """
     return _current.get()
 
 

@@ -14,28 +14,33 @@ __all__ = ["Engine"]
 
 ENGINE_WAITING, ENGINE_UPDATING, ENGINE_SERVING = "waiting", "updating", "serving"
 ENGINE_FAILING, ENGINE_ENDED = "failing", "ended"
-"""States of an engine, as its agent reports them. The engine waits for a version that it may use; is being updated; serves the version that
-it should serve; or could not be updated to it. ``ended``: the agent has ended and sends no further reports.
+"""States of an engine, as its agent reports them. The engine waits for a version that it may use; is being updated;
+serves the version that it should serve; or could not be updated to it. ``ended``: the agent has ended and sends no
+further reports.
 """
 ENGINE_STATES = (ENGINE_WAITING, ENGINE_UPDATING, ENGINE_SERVING, ENGINE_FAILING, ENGINE_ENDED)
 
 STANDING_CURRENT, STANDING_BEHIND = "current", "behind"
-"""Status of an engine, relative to its ref. ``current``: it serves the version that its ref names. ``behind``: it serves another version,
-or none.
+"""Status of an engine, relative to its ref. ``current``: it serves the version that its ref names. ``behind``: it
+serves another version, or none.
 """
 STANDING_PINNED, STANDING_UNKNOWN = "pinned", "unknown"
-"""``pinned``: the engine does not follow a ref. ``unknown``: its ref does not name a version, or the version is unknown."""
+"""``pinned``: the engine does not follow a ref.
+
+``unknown``: its ref does not name a version, or the version is unknown.
+"""
 STANDING_STALE, STANDING_GONE = "stale", "gone"
-"""Status of an engine without recent reports. ``stale``: agent and service have not had contact for a while, so the last report may be out
-of date. ``gone``: they have not had contact for longer, or the agent has ended; the service no longer counts the engine.
+"""Status of an engine without recent reports. ``stale``: agent and service have not had contact for a while, so the
+last report may be out of date. ``gone``: they have not had contact for longer, or the agent has ended; the service no
+longer counts the engine.
 """
 NOT_ANSWERED = "not answered"
 """Result if the agent could not send the golden prompts to the engine."""
 MOST_BEHIND = 1000
 """Maximum for the number of versions that an engine is behind."""
 PROVED, IN_PART, FAILED, NOT_PROVED = "proved", "proved in part", "failed", "not proved"
-"""Verdicts of a proof that an engine computes with a version's bytes: the engine does; it does as far as its parameters can be compared; it
-does not; or a proof was due but could not be made.
+"""Verdicts of a proof that an engine computes with a version's bytes: the engine does; it does as far as its parameters
+can be compared; it does not; or a proof was due but could not be made.
 """
 VERDICTS = (PROVED, IN_PART, FAILED, NOT_PROVED)
 NOT_ASKED = "not asked"
@@ -83,8 +88,9 @@ class EngineFacts(JsonValue):
     proved_version: int = 0
     """Version of the last proof that the engine computes with a version's bytes; 0 if there was none."""
     proof: str = ""
-    """Verdict of the last proof: `proved`, `proved in part` if some parameters could not be compared, `failed`, `not proved` if a proof was
-    due but could not be made, or a verdict that a later release adds; empty if no proof was ever requested.
+    """Verdict of the last proof: `proved`, `proved in part` if some parameters could not be compared, `failed`,
+    `not proved` if a proof was due but could not be made, or a verdict that a later release adds; empty if no proof was
+    ever requested.
     """
     proof_seconds: float = 0.0
     """Duration of the last proof in seconds."""
@@ -97,18 +103,20 @@ class EngineFacts(JsonValue):
     golden_version: int = 0
     """Version of the golden prompts that the engine answered last; 0 if it was never sent any."""
     golden: str = ""
-    """Result of these golden prompts: `within bound`, `above bound`, `no bound` if the version has no bound, `not answered`, or a result
-    that a later release adds; empty if the engine was not sent any.
+    """Result of these golden prompts: `within bound`, `above bound`, `no bound` if the version has no bound,
+    `not answered`, or a result that a later release adds; empty if the engine was not sent any.
     """
     golden_drift: float = 0.0
-    """Largest difference between the engine's log probabilities of the tokens of these prompts and those in the version's metadata."""
+    """Largest difference between the engine's log probabilities of the tokens of these prompts and those in the
+    version's metadata.
+    """
     golden_mean_drift: float = 0.0
     """Mean of these differences."""
     drafter: str = ""
     """Version of the engine's drafter, if the drafter is a separate model from the service; empty otherwise."""
     update_parts: dict[str, float] = field(default_factory=dict, hash=False)
-    """Seconds of each part of the last update by name, such as `stage`, `agree`, `pause`, `apply` and `resume`. Parts that were not
-    measured are missing.
+    """Seconds of each part of the last update by name, such as `stage`, `agree`, `pause`, `apply` and `resume`. Parts
+    that were not measured are missing.
     """
 
     @property
@@ -148,7 +156,10 @@ class EngineFacts(JsonValue):
 
     @property
     def proof_when(self) -> str:
-        """Text before the time of the last proof. The verdict is newer than that proof if another proof is due and cannot be made."""
+        """Text before the time of the last proof.
+
+        The verdict is newer than that proof if another proof is due and cannot be made.
+        """
         return "last proof " if self.proof == NOT_PROVED else ""
 
     @property
@@ -189,14 +200,17 @@ class Engine(EngineFacts):
     identity: str = ""
     """Identity of the agent in the policy; empty if it does not have one."""
     standing: str = STANDING_UNKNOWN
-    """`current`: the engine serves the version that its ref names; `behind`: it serves another version, or none; `pinned`: it does not
-    follow a ref; `unknown`: its ref does not name a version, or the version is unknown; `stale`: the service has missed three reports of
-    its agent; `gone`: it has missed twelve, or the agent has ended. Later releases may add values.
+    """`current`: the engine serves the version that its ref names; `behind`: it serves another version, or none;
+    `pinned`: it does not follow a ref; `unknown`: its ref does not name a version, or the version is unknown; `stale`:
+    the service has missed three reports of its agent; `gone`: it has missed twelve, or the agent has ended. Later
+    releases may add values.
     """
     named: int = 0
     """The version that the ref names; 0 if it does not name one, or if that is unknown."""
     behind: int = 0
-    """Number of versions after the one that the engine serves, up to the one that its ref names; 1000 for 1000 or more."""
+    """Number of versions after the one that the engine serves, up to the one that its ref names; 1000 for 1000 or
+    more.
+    """
     heard_time_ms: int = 0
     """Time of the agent's last report."""
     since_ms: int = 0
@@ -224,7 +238,9 @@ class Engine(EngineFacts):
 
     @property
     def ref_text(self) -> str:
-        """The ref that the engine follows, with the version that the ref names, as text; empty if the engine does not follow a ref."""
+        """The ref that the engine follows, with the version that the ref names, as text; empty if the engine does not
+        follow a ref.
+        """
         return f"{self.ref}={self.named or '?'}" if self.ref else ""
 
 

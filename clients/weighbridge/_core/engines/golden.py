@@ -1,4 +1,6 @@
-"""Golden prompts: token ids with the log probabilities that the trainer's model gives them, in a version's metadata or in a file."""
+"""Golden prompts: token ids with the log probabilities that the trainer's model gives them, in a version's metadata or
+in a file.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from weighbridge.errors import InvalidArgument, WeighbridgeError
 __all__ = ["GoldenPrompt"]
 
 PROMPTS, BOUND = "weighbridge.golden", "weighbridge.max_drift"
-"""Keys of a version's metadata: golden prompts, as a JSON array of pairs of arrays; and the maximum drift that they allow."""
+"""Keys of a version's metadata: golden prompts, as a JSON array of pairs of arrays; and the maximum drift that they
+allow.
+"""
 MOST_PROMPTS = 16
 MOST_TOKENS = 256
 """Maximum number of tokens of one prompt. Metadata can hold about 250 tokens of all prompts together."""
@@ -36,8 +40,8 @@ class GoldenPrompt(JsonValue):
 
     Attributes:
         tokens: 2 to 256 token ids.
-        logprobs: natural logarithm of the probability that the model gives each token after the first, given all tokens before it; one
-            fewer than tokens. They are stored with five digits after the decimal point.
+        logprobs: natural logarithm of the probability that the model gives each token after the first, given all tokens
+            before it; one fewer than tokens. They are stored with five digits after the decimal point.
 
     Raises:
         InvalidArgument: the number of tokens or log probabilities is wrong, or one of them is invalid (names it).
@@ -49,12 +53,13 @@ class GoldenPrompt(JsonValue):
     def __post_init__(self) -> None:
         tokens = tuple(self.tokens)
         if not 2 <= len(tokens) <= MOST_TOKENS:
-            raise InvalidArgument(
-                f"a golden prompt has {counted(len(tokens), 'token')}", fix=f"use 2 to {MOST_TOKENS}"
-            )
+            raise InvalidArgument(f"a golden prompt has {counted(len(tokens), 'token')}", fix=f"use 2 to {MOST_TOKENS}")
         if len(self.logprobs) != len(tokens) - 1:
             raise InvalidArgument(
-                f"a golden prompt of {len(tokens)} tokens has {counted(len(self.logprobs), 'log probability', 'log probabilities')}",
+                (
+                    f"a golden prompt of {len(tokens)} tokens has "
+                    f"{counted(len(self.logprobs), 'log probability', 'log probabilities')}"
+                ),
                 fix="give one for each token after the first",
             )
         for at, token in enumerate(tokens):
@@ -72,7 +77,10 @@ def _logprob(at: int, value: object) -> float:
     if not math.isfinite(number):
         raise InvalidArgument(
             f"the log probability of token {at} of a golden prompt is {shown(value)}",
-            fix="give a finite float, of a tensor its tolist(); leave out prompts whose tokens the model gives no probability",
+            fix=(
+                "give a finite float, of a tensor its tolist(); leave out prompts whose tokens "
+                "the model gives no probability"
+            ),
         )
     if number > _ABOVE_ZERO:
         raise InvalidArgument(
@@ -88,7 +96,8 @@ class GoldenPrompts(JsonValue):
 
     Attributes:
         prompts: 1 to 16 prompts.
-        max_drift: maximum difference between an engine's log probabilities and these; None if the version does not set a bound.
+        max_drift: maximum difference between an engine's log probabilities and these; None if the version does not set
+            a bound.
     """
 
     prompts: tuple[GoldenPrompt, ...]
@@ -96,9 +105,7 @@ class GoldenPrompts(JsonValue):
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.prompts) <= MOST_PROMPTS:
-            raise InvalidArgument(
-                f"there are {len(self.prompts)} golden prompts", fix=f"give 1 to {MOST_PROMPTS}"
-            )
+            raise InvalidArgument(f"there are {len(self.prompts)} golden prompts", fix=f"give 1 to {MOST_PROMPTS}")
         check_bound(self.max_drift)
 
     @property
@@ -117,7 +124,10 @@ class GoldenPrompts(JsonValue):
         text = json.dumps(pairs, separators=(",", ":"))
         if len(text) > MAX_BYTES - len(PROMPTS) - len(BOUND) - 32:
             raise InvalidArgument(
-                f"golden prompts ({self.text}) have {len(text)} bytes, and all metadata of a version may have {MAX_BYTES}",
+                (
+                    f"golden prompts ({self.text}) have {len(text)} bytes, and all metadata of a "
+                    f"version may have {MAX_BYTES}"
+                ),
                 fix="give fewer or shorter ones: about 250 tokens fit together",
             )
         return {PROMPTS: text, **({} if self.max_drift is None else {BOUND: self.max_drift})}
@@ -146,8 +156,8 @@ class GoldenPrompts(JsonValue):
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> GoldenPrompts:
-        """Read golden prompts from a JSON file with ``prompts``, an array of objects with ``tokens`` and ``logprobs``, and optionally
-        ``max_drift``.
+        """Read golden prompts from a JSON file with ``prompts``, an array of objects with ``tokens`` and ``logprobs``,
+        and optionally ``max_drift``.
 
         Raises:
             InvalidArgument: the file does not contain golden prompts.
@@ -157,9 +167,7 @@ class GoldenPrompts(JsonValue):
             content = file.read(_MOST_FILE + 1)
         try:
             found: Any = json.loads(content)
-            prompts = tuple(
-                GoldenPrompt(tuple(each["tokens"]), tuple(each["logprobs"])) for each in found["prompts"]
-            )
+            prompts = tuple(GoldenPrompt(tuple(each["tokens"]), tuple(each["logprobs"])) for each in found["prompts"])
             return GoldenPrompts(prompts, _number(found.get("max_drift")))
         except WeighbridgeError as error:
             raise InvalidArgument(f"{path}: {error.message}", fix=error.fix) from error
@@ -173,7 +181,8 @@ class GoldenPrompts(JsonValue):
 def golden_of(
     golden: Sequence[GoldenPrompt] | GoldenPrompts | str | os.PathLike[str] | None, max_drift: float | None
 ) -> GoldenPrompts | None:
-    """Return the golden prompts that a caller gives, as prompts or as the path of a file; None if the caller does not give any.
+    """Return the golden prompts that a caller gives, as prompts or as the path of a file; None if the caller does not
+    give any.
 
     Raises:
         InvalidArgument: the file does not contain golden prompts, or the caller gives a bound without prompts.
@@ -181,9 +190,7 @@ def golden_of(
     """
     if golden is None:
         if max_drift is not None:
-            raise InvalidArgument(
-                "max_drift is a bound of golden prompts, and there are none", fix="give golden=..."
-            )
+            raise InvalidArgument("max_drift is a bound of golden prompts, and there are none", fix="give golden=...")
         return None
     if isinstance(golden, str | os.PathLike):
         golden = GoldenPrompts.read(golden)
@@ -228,7 +235,10 @@ def _is_number(value: object) -> bool:
 
 
 def _number(value: object) -> Any:
-    """Return a number as a float; infinite beyond the range of float. Other values are returned unchanged, and `check_bound` refuses them."""
+    """Return a number as a float; infinite beyond the range of float.
+
+    Other values are returned unchanged, and `check_bound` refuses them.
+    """
     try:
         return float(value) if _is_number(value) else value  # type: ignore[arg-type]
     except OverflowError:  # JSON allows integers of any size

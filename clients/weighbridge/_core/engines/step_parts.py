@@ -1,8 +1,10 @@
-"""Parts of a training step on its way to one engine: from the trainer's call of push until the engine computes with the new weights.
+"""Parts of a training step on its way to one engine: from the trainer's call of push until the engine computes with the
+new weights.
 
-`PARTS` is the only table of the parts: reports, the status page, metrics and the command line use its names, order and meanings. A part is
-a duration in seconds, measured by the clock of one host. Each part begins where the previous one ends, so that the sum of parts does not
-depend on a comparison of two hosts' clocks. A part that was not measured is missing.
+`PARTS` is the only table of the parts: reports, the status page, metrics and the command line use its names, order and
+meanings. A part is a duration in seconds, measured by the clock of one host. Each part begins where the previous one
+ends, so that the sum of parts does not depend on a comparison of two hosts' clocks. A part that was not measured is
+missing.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ class StepPart:
         end: the moment at which the part ends.
         text: description of the two moments between which the part lies.
         still: whether the engine is paused during the part.
-        optional: whether the duration of the step is known without the part. If an optional part is missing, the next part begins where the
-            missing one would have begun.
+        optional: whether the duration of the step is known without the part. If an optional part is missing, the next
+            part begins where the missing one would have begun.
     """
 
     name: str
@@ -51,7 +53,10 @@ OF_AGENT = (
     StepPart(
         "wait",
         "begun",
-        "until the engine began to prepare the version: missing signatures, and tries that failed; below zero for an engine that had begun before",
+        (
+            "until the engine began to prepare the version: missing signatures, and tries that "
+            "failed; below zero for an engine that had begun before"
+        ),
     ),
     StepPart("stage", "staged", "until the slowest rank of the engine had the version"),
     StepPart("agree", "agreed", "until the agent knew that of all ranks"),
@@ -72,8 +77,8 @@ _LAST = "resume"
 """The part after which the engine continues."""
 
 Parts: TypeAlias = Mapping[str, float]
-"""Seconds of parts, by name. ``wait`` is negative for an engine that stages a version while the version arrives: ``begun`` is then before
-``ready``.
+"""Seconds of parts, by name. ``wait`` is negative for an engine that stages a version while the version arrives:
+``begun`` is then before ``ready``.
 """
 
 
@@ -83,8 +88,8 @@ def chosen(parts: Parts, table: Iterable[StepPart] = PARTS) -> dict[str, float]:
 
 
 def offsets(parts: Parts) -> dict[str, float]:
-    """Return the moments of a step in seconds from `READY`, in the order of the table, up to the first that is not known. Moments before
-    `READY` are negative, and so are later ones of an engine that began early.
+    """Return the moments of a step in seconds from `READY`, in the order of the table, up to the first that is not
+    known. Moments before `READY` are negative, and so are later ones of an engine that began early.
     """
     found = dict[str, float]()
     if has_all(parts, BEFORE_READY):
@@ -106,8 +111,8 @@ def _ends(table: Iterable[StepPart], parts: Parts, begun: float) -> dict[str, fl
 
 
 def step_seconds(parts: Parts) -> float | None:
-    """Return the seconds from the trainer's call of push until the engine continues; from the opening of the version if the time of the
-    call is not known; None if another part is not known.
+    """Return the seconds from the trainer's call of push until the engine continues; from the opening of the version if
+    the time of the call is not known; None if another part is not known.
     """
     names = [each.name for each in PARTS]
     table = PARTS[: names.index(_LAST) + 1]
@@ -120,7 +125,9 @@ def has_all(parts: Parts, table: Iterable[StepPart]) -> bool:
 
 
 def step_text(parts: Parts) -> str:
-    """Return a text with the parts in order, and the total time until the engine continued; empty if no part is known."""
+    """Return a text with the parts in order, and the total time until the engine continued; empty if no part is
+    known.
+    """
     said = ", ".join(f"{name} {readable_seconds(seconds)}" for name, seconds in chosen(parts).items())
     whole = step_seconds(parts)
     return said if whole is None else f"{said}; {readable_seconds(whole)} in all"

@@ -1,6 +1,7 @@
 """Operation of the control API, as data.
 
-gRPC handlers, HTTP routes, the methods of both clients, the table of access and the names of metrics are derived from it.
+gRPC handlers, HTTP routes, the methods of both clients, the table of access and the names of metrics are derived from
+it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ REQUIRED = Required.REQUIRED
 
 
 class Of(Enum):
-    """Resource for which a caller needs permission. Values are the names of the request's fields that identify the resource."""
+    """Resource for which a caller needs permission.
+
+    Values are the names of the request's fields that identify the resource.
+    """
 
     NOTHING = ()
     MODEL = ("model",)
@@ -50,7 +54,8 @@ class Parameter:
 
     Attributes:
         name: name of the request's field.
-        kind: type of the value: `str`, `int`, `bool`, ``tuple[str, ...]``, or a dataclass that has the fields of the message.
+        kind: type of the value: `str`, `int`, `bool`, ``tuple[str, ...]``, or a dataclass that has the fields of the
+            message.
         text: description without a full stop, for the documentation of clients and of HTTP.
         default: value if the caller omits the argument.
         offered: whether derived methods and routes accept the argument.
@@ -70,7 +75,9 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A call of the contract: its gRPC method, its HTTP route, and the permission that it needs. All calls may be repeated.
+    """A call of the contract: its gRPC method, its HTTP route, and the permission that it needs.
+
+    All calls may be repeated.
 
     Attributes:
         method: gRPC service and method, such as ``ModelService.GetGate``.
@@ -111,23 +118,28 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation(Entry, Generic[Answer]):
-    """A call for which all code except its body is derived. Its arguments are values. It returns one value, or a list, whole or in pages.
+    """A call for which all code except its body is derived. Its arguments are values.
+
+    It returns one value, or a list, whole or in pages.
 
     Attributes:
         gives: type of the result, or of each item of a list.
         within: field of the response that contains the result; empty if the response itself has the result's fields.
         takes: arguments.
         order: attribute by which the items of a list are sorted; empty if the result is not a list.
-        pages: whether a list is returned in pages. Each page begins after the `order` attribute of the last item of the previous page.
-        part: attribute of the result that derived methods and routes return; empty if they return all of it, None if they return nothing.
-        pending: property of the result that is true while the requested change is still pending; HTTP then responds with 202. Empty if the
-            result does not have one.
+        pages: whether a list is returned in pages. Each page begins after the `order` attribute of the last item of the
+            previous page.
+        part: attribute of the result that derived methods and routes return; empty if they return all of it, None if
+            they return nothing.
+        pending: property of the result that is true while the requested change is still pending; HTTP then responds
+            with 202. Empty if the result does not have one.
         tag: group of the route in the OpenAPI document; empty if the route is written manually.
         call: name of the clients' method; empty if the method is written manually.
         text: description, for the documentation of clients and of HTTP.
         more: additional description for clients.
         raises: errors that clients document, each with its cause.
-        example: lines of a doctest for clients, in which ``client`` is a client. In the asyncio client's docstrings its calls are awaited.
+        example: lines of a doctest for clients, in which ``client`` is a client. In the asyncio client's docstrings its
+            calls are awaited.
     """
 
     gives: type[Answer]
@@ -146,7 +158,9 @@ class Operation(Entry, Generic[Answer]):
 
     @property
     def shown(self) -> Any:
-        """Type of the value that derived methods and routes return, or of each item of a list; None if they return nothing."""
+        """Type of the value that derived methods and routes return, or of each item of a list; None if they return
+        nothing.
+        """
         if self.part is None:
             return None
         return get_type_hints(self.gives)[self.part] if self.part else self.gives

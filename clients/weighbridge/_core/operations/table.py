@@ -28,9 +28,7 @@ _UNREGISTERED = ("NotFound", "the model is not registered")
 _NO_VERSION = ("NotFound", "the model or version does not exist")
 
 _MODEL = Parameter("model", str, "``namespace/name``")
-_NUMBER = Parameter(
-    "number", int, "number of the version; None if ``model`` names it, as ``acme/smol@17`` does"
-)
+_NUMBER = Parameter("number", int, "number of the version; None if ``model`` names it, as ``acme/smol@17`` does")
 _VERSION = Parameter("version", str, "a number or a ref")
 _REF = Parameter("ref", str, "the ref")
 _NAMED = (
@@ -38,9 +36,7 @@ _NAMED = (
     Parameter("note", str, "note that is stored with the request", "", offered=False),
 )
 _REQUEST = Parameter("request_id", str, "the `request_id` of the request")
-_APPROVALS = Parameter(
-    "approvals", int, "number of other identities that must approve each change, 16 at most", 0
-)
+_APPROVALS = Parameter("approvals", int, "number of other identities that must approve each change, 16 at most", 0)
 _BY = Parameter("by", str, "name of the approver, as free text; by default the address of the caller", "")
 _NOTE = Parameter("note", str, "note that is stored with the approval", "")
 _REASONS = Parameter(
@@ -89,9 +85,7 @@ LIST_MODELS = Operation(
     ),
 )
 GET_MODEL_FILES = Entry("ModelService.GetModelFiles", Verb.LOOK, Of.VERSION)
-GET_VERSION = Entry(
-    "ModelService.GetVersion", Verb.LOOK, Of.VERSION, http="GET /v1/models/{model}/versions/{version}"
-)
+GET_VERSION = Entry("ModelService.GetVersion", Verb.LOOK, Of.VERSION, http="GET /v1/models/{model}/versions/{version}")
 LIST_VERSIONS = Operation(
     "ModelService.ListVersions",
     Verb.LOOK,
@@ -125,7 +119,10 @@ SET_REF = Operation(
     http="PUT /v1/models/{model}/refs/{ref}",
     tag="refs",
     call="set_ref",
-    text="Set a tag to a version in the object store. If the change needs approvals, it must be requested: see `Client.request_ref`.",
+    text=(
+        "Set a tag to a version in the object store. If the change needs approvals, it must be "
+        "requested: see `Client.request_ref`."
+    ),
     raises=(
         ("PermissionDenied", "the tag is protected, and no scope of this client names it"),
         (
@@ -174,7 +171,10 @@ APPROVE_REF = Operation(
     http="POST /v1/models/{model}/refs/{ref}/requests/{request_id}/approve",
     tag="refs",
     call="approve_ref",
-    text="Approve a change of a protected ref that another identity has requested. The last approval that it needs carries it out.",
+    text=(
+        "Approve a change of a protected ref that another identity has requested. The last "
+        "approval that it needs carries it out."
+    ),
     more="Calling this again is harmless. It does not approve a later request for the same ref.",
     raises=(
         ("PermissionDenied", "this identity made the request, or has no scope that names the ref"),
@@ -220,7 +220,10 @@ DELETE_PROTECTION = Operation(
     (_MODEL, _REF, *_NAMED),
     http="DELETE /v1/models/{model}/refs/{ref}/protection",
     route="unprotect_ref",
-    text="Remove the protection of a ref, or request its removal. This needs the same scope and approvals as moving the ref.",
+    text=(
+        "Remove the protection of a ref, or request its removal. This needs the same scope and "
+        "approvals as moving the ref."
+    ),
 )
 LIST_REFS = Operation(
     "ModelService.ListRefs",
@@ -242,9 +245,7 @@ VERIFY_VERSION = Operation(
     (
         _MODEL,
         _VERSION,
-        Parameter(
-            "sha256", bool, "whether to compute the SHA-256 of each file as well", False, offered=False
-        ),
+        Parameter("sha256", bool, "whether to compute the SHA-256 of each file as well", False, offered=False),
     ),
     http="POST /v1/models/{model}/versions/{version}/verify",
     call="verify",
@@ -343,7 +344,8 @@ APPROVE_VERSION = Operation(
     (_MODEL, _NUMBER, _BY, _NOTE, _REASONS),
     http="POST /v1/models/{model}/versions/{version}/approve",
     tag="versions",
-    text="Release a held version: ``live`` and ``latest`` may then name it, if it is newer than the version that they name. "
+    text="Release a held version: ``live`` and ``latest`` may then name it, if it is newer than "
+    "the version that they name. "
     "Approving a version that is not held changes nothing.",
 )
 DELETE_VERSION = Operation(
@@ -361,12 +363,18 @@ DELETE_VERSION = Operation(
     tag="versions",
     call="delete_version",
     text="Remove a version that no ref names from the history. It can be read by its number for a grace time.",
-    more="The version is removed regardless of the retention. With ``force``, adapters based on it report that their base was deleted.",
+    more=(
+        "The version is removed regardless of the retention. With ``force``, adapters based on it "
+        "report that their base was deleted."
+    ),
     raises=(
         _NO_VERSION,
         (
             "FailedPrecondition",
-            "a ref names the version, as ``latest`` names the newest one; it is not durable yet; or adapters are based on it (names them)",
+            (
+                "a ref names the version, as ``latest`` names the newest one; it is not durable "
+                "yet; or adapters are based on it (names them)"
+            ),
         ),
     ),
     seconds=LONG_SECONDS,
@@ -412,8 +420,13 @@ WARM_MODEL = Operation(
     "memory",
     (_MODEL,),
     call="warm",
-    text="Make the service allocate memory for a model's next versions now, so that the first push does not wait for it.",
-    more="The service uses unused memory within its budget, and does not reserve it: another model that needs the memory gets it.",
+    text=(
+        "Make the service allocate memory for a model's next versions now, so that the first push does not wait for it."
+    ),
+    more=(
+        "The service uses unused memory within its budget, and does not reserve it: another model "
+        "that needs the memory gets it."
+    ),
     raises=(_UNREGISTERED,),
     seconds=LONG_SECONDS,
 )

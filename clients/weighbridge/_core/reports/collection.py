@@ -30,7 +30,9 @@ class KeptVersion(JsonValue):
     refs: tuple[str, ...]
     """Refs that name the version, or that a pending request would move to it."""
     engines: tuple[str, ...] = ()
-    """Engines that serve the version or are being updated to it, as text. If there are many, the first ones and the number of the others.
+    """Engines that serve the version or are being updated to it, as text.
+
+    If there are many, the first ones and the number of the others.
     """
 
 

@@ -12,7 +12,9 @@ from weighbridge._core.text.counts import percent
 from weighbridge._core.text.sizes import readable_part, readable_size
 
 _NOTABLE_MS = 100
-"""Minimum delay of the last rank behind the median rank, in milliseconds, for which the rank counts as having held up the push."""
+"""Minimum delay of the last rank behind the median rank, in milliseconds, for which the rank counts as having held up
+the push.
+"""
 _NOTABLE_SHARE = 0.1
 """The same minimum as a share of the time from the first declaration to the last rank. The larger of both applies."""
 
@@ -44,8 +46,8 @@ class RankProgress(JsonValue):
         received_bytes: bytes of the rank's stream that have arrived.
         total_bytes: bytes that the rank pushes; 0 before the service has planned the push.
         elsewhere: whether the rank pushes to another replica, which knows its progress.
-        copying: whether the rank's process writes to shared memory itself. The service then learns only when the rank has finished, and
-            does not know its progress before.
+        copying: whether the rank's process writes to shared memory itself. The service then learns only when the rank
+            has finished, and does not know its progress before.
     """
 
     rank: int
@@ -71,7 +73,9 @@ class RankProgress(JsonValue):
 
     @property
     def percent(self) -> int:
-        """Percentage of the rank's bytes that have arrived; 0 while the rank copies, because the service does not know its progress then."""
+        """Percentage of the rank's bytes that have arrived; 0 while the rank copies, because the service does not know
+        its progress then.
+        """
         if self.stage is RankStage.SEALED:
             return 100
         return percent(self.received_bytes, self.total_bytes) if self.stage is RankStage.SENDING else 0
@@ -110,8 +114,8 @@ class HeldUp:
 
 
 def held_up(ranks: Sequence[RankProgress]) -> HeldUp | None:
-    """Return the rank for whose declaration or seal the others waited longest; None if no rank was notably late. Declarations count only if
-    they are known for all ranks; so do seals.
+    """Return the rank for whose declaration or seal the others waited longest; None if no rank was notably late.
+    Declarations count only if they are known for all ranks; so do seals.
     """
     found = [each for each in (_last(ranks, declaring=True), _last(ranks, declaring=False)) if each]
     return max(found, key=lambda each: each.behind_ms, default=None)
@@ -119,9 +123,7 @@ def held_up(ranks: Sequence[RankProgress]) -> HeldUp | None:
 
 def _last(ranks: Sequence[RankProgress], *, declaring: bool) -> HeldUp | None:
     times = {
-        each.rank: each.declared_time_ms if declaring else each.sealed_time_ms
-        for each in ranks
-        if not each.elsewhere
+        each.rank: each.declared_time_ms if declaring else each.sealed_time_ms for each in ranks if not each.elsewhere
     }
     if len(times) < 2 or not all(times.values()):
         return None

@@ -23,11 +23,17 @@ class Quota(JsonValue):
     """A limit and its usage."""
 
     kind: str
-    """`streams`, `bytes_per_second` and `versions_per_hour` are limits of an identity; `stored`, in bytes, is a limit of a namespace."""
+    """`streams`, `bytes_per_second` and `versions_per_hour` are limits of an identity; `stored`, in bytes, is a limit
+    of a namespace.
+    """
     of: str
     """The identity or the namespace."""
     used: int
-    """Usage. For `stored` it is the usage at all replicas together; for the other kinds it is the usage at the replica that responds."""
+    """Usage.
+
+    For `stored` it is the usage at all replicas together; for the other kinds it is the usage at the replica that
+    responds.
+    """
     limit: int
     """Maximum usage that the policy allows."""
 
@@ -39,6 +45,6 @@ class Usage(JsonValue):
     identity: str
     """Identity of the caller in the service's policy."""
     quotas: tuple[Quota, ...]
-    """Limits of the caller, and of the namespaces in which the caller may look at a model; empty if the policy does not set limits for
-    them.
+    """Limits of the caller, and of the namespaces in which the caller may look at a model; empty if the policy does not
+    set limits for them.
     """

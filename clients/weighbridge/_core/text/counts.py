@@ -26,14 +26,19 @@ def percent(part: int, whole: int) -> int:
 
 
 def named(names: Sequence[str], most: int = 10) -> str:
-    """Return names separated by commas. If there are more than ``most``, the first ones and the number of the others: ``a, b and 31 more``."""
+    """Return names separated by commas.
+
+    If there are more than ``most``, the first ones and the number of the others: ``a, b and 31 more``.
+    """
     if len(names) <= most:
         return ", ".join(names)
     return f"{', '.join(names[:most])} and {len(names) - most} more"
 
 
 def first_lines(lines: Iterable[str], most: int = MOST_LINES, left_out: int = 0) -> list[str]:
-    """Return the lines of a list in an error, at most ``most``. If lines are omitted, the last line contains their number: ``and 31 more``.
+    """Return the lines of a list in an error, at most ``most``.
+
+    If lines are omitted, the last line contains their number: ``and 31 more``.
 
     Args:
         lines: the list; its last line may already contain a number of omitted lines.

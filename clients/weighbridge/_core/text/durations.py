@@ -12,12 +12,13 @@ def readable_age(since_ms: int, now_ms: float) -> str:
 
 
 def readable_duration(seconds: float, *, rough: bool = False) -> str:
-    """Return a duration in at most two units: ``840 ms``, ``4.20 s``, ``12.3 s``, ``2 min 05 s``, ``1 h 07 min``, ``3 d``.
+    """Return a duration in at most two units: ``840 ms``, ``4.20 s``, ``12.3 s``, ``2 min 05 s``, ``1 h 07 min``,
+    ``3 d``.
 
     Args:
         seconds: the duration.
-        rough: whether to return only a whole number of the largest unit, for example for an age, which changes while the user reads it:
-            ``12 s``, ``119 s``, ``5 min``, ``3 h``.
+        rough: whether to return only a whole number of the largest unit, for example for an age, which changes while
+            the user reads it: ``12 s``, ``119 s``, ``5 min``, ``3 h``.
     """
     if rough:
         scale, unit = next(((each[0], each[1]) for each in _PARTS if seconds >= 2 * each[0]), (1, "s"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 def plain(text: str, *, lines: bool = False) -> str:
-    """Return a text in which control characters, and characters that change the direction of text, are replaced by spaces.
+    """Return a text in which control characters, and characters that change the direction of text, are replaced by
+    spaces.
 
     Args:
         text: the text.

@@ -34,7 +34,8 @@ def readable_rate(bytes_per_second: float) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Parse a size into bytes: ``5GB`` and ``500MB`` use powers of 1000, ``2GiB`` powers of 1024; a number without a unit is bytes.
+    """Parse a size into bytes: ``5GB`` and ``500MB`` use powers of 1000, ``2GiB`` powers of 1024; a number without a
+    unit is bytes.
 
     Raises:
         InvalidArgument: the text is not a number with such a unit, or is less than one byte.

@@ -10,14 +10,18 @@ _NUMBERS = re.compile(r"\d+")
 _SIMILAR = 0.6
 """Minimum similarity of a suggested name; difflib's default."""
 _OTHER_LENGTH = 0.3
-"""Amount subtracted from the similarity of names that have a different number of parts: such names must be nearly the same."""
+"""Amount subtracted from the similarity of names that have a different number of parts: such names must be nearly the
+same.
+"""
 _LOOKED_AT = 8
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return ``; did you mean NAME?`` with the most similar name, to append to an error; empty if no name is similar in all of its parts.
+    """Return ``; did you mean NAME?`` with the most similar name, to append to an error; empty if no name is similar in
+    all of its parts.
 
-    Only names that contain the same numbers are considered: a name of another layer, rank or version is not a typing error.
+    Only names that contain the same numbers are considered: a name of another layer, rank or version is not a typing
+    error.
     """
     numbers = _NUMBERS.findall(name)
     alike = [each for each in names if _NUMBERS.findall(each) == numbers]
@@ -26,8 +30,8 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def model_meant(name: str, names: Iterable[str]) -> str:
-    """Return the most similar model name, ``namespace/name``; empty if no name is similar. Both parts must be similar, and numbers may
-    differ.
+    """Return the most similar model name, ``namespace/name``; empty if no name is similar. Both parts must be similar,
+    and numbers may differ.
     """
     return _best(name, names, "/")
 
@@ -38,8 +42,8 @@ def question(meant: str) -> str:
 
 
 def _best(name: str, names: Iterable[str], separator: str) -> str:
-    """Return the most similar name, if one is similar. Long names that share most of their parts are not similar if one part is a different
-    word.
+    """Return the most similar name, if one is similar. Long names that share most of their parts are not similar if one
+    part is a different word.
     """
     parts = name.split(separator)
 

@@ -9,15 +9,15 @@ from collections.abc import Iterable, Iterator
 REMIND_SECONDS = 10.0
 """Interval of reminders during a wait."""
 _EARLY = 0.05
-"""Share of the interval by which a reminder may come early, because a call that waits for the interval may end some milliseconds before
-it."""
+"""Share of the interval by which a reminder may come early, because a call that waits for the interval may end some
+milliseconds before it."""
 _NAMED = 10
 """Maximum number of runs of consecutive ranks in a text."""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Return ascending ranks as text: ``rank 3``, ``ranks 3 and 5``, ``ranks 0-6, 9 and 11``. If there are many, the first ones and the
-    number of the others.
+    """Return ascending ranks as text: ``rank 3``, ``ranks 3 and 5``, ``ranks 0-6, 9 and 11``. If there are many, the
+    first ones and the number of the others.
     """
     found = list(ranks)
     runs = list(itertools.islice(_runs(found), _NAMED + 1))

@@ -11,7 +11,9 @@ from weighbridge._core.text.counts import counted, first_lines
 from weighbridge.errors import LayoutError
 
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
-"""Parts of names that torch.compile, FSDP and activation checkpointing insert between the names of a module and its parameters."""
+"""Parts of names that torch.compile, FSDP and activation checkpointing insert between the names of a module and its
+parameters.
+"""
 _ADAPTERS = frozenset(("lora_A", "lora_B", "base_layer"))
 _OWN_ADAPTERS = "_lora"
 """Suffixes of config fields of models whose weights include adapters, such as Phi-4-multimodal."""
@@ -39,7 +41,9 @@ def is_embedding(name: str) -> bool:
 
 
 def head_and_embedding(names: Iterable[str]) -> tuple[str, str] | None:
-    """The output head among a model's tensors and the embedding that it may be tied to; None unless there is one of each."""
+    """The output head among a model's tensors and the embedding that it may be tied to; None unless there is one of
+    each.
+    """
     given = [name for name in names if ".layers." not in name]
     heads, embeddings = list(filter(is_head, given)), list(filter(is_embedding, given))
     shared = [name for name in embeddings if name.endswith(_SHARED)]
@@ -54,7 +58,9 @@ def _is_whole(name: str, endings: Iterable[str]) -> bool:
 
 
 def parameter_in(name: str, parameters: Collection[str]) -> str | None:
-    """The longest parameter name that equals the given name, or that the given name extends after a dot; None if there is none."""
+    """The longest parameter name that equals the given name, or that the given name extends after a dot; None if there
+    is none.
+    """
     while name and name not in parameters:
         name = name.rpartition(".")[0]
     return name or None
@@ -71,7 +77,9 @@ def unwrapped_parts(name: str) -> list[str]:
 
 
 def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
-    """Names of all parameters of a model, each mapped to its name without additions of wrappers. A leading ``module`` is DDP's if all names have it.
+    """Names of all parameters of a model, each mapped to its name without additions of wrappers.
+
+    A leading ``module`` is DDP's if all names have it.
 
     Raises:
         LayoutError: two parameters would have the same name; names each.

@@ -1,8 +1,9 @@
 """Selects the files of a folder that contain the weights of its model, by the folder's index or by their names. Pure.
 
-If there is an index, its files are the model, unless a ``model.safetensors`` exists that it does not list: transformers would load that file, vLLM
-and SGLang those of the index. Without an index, files that are numbered ``-00002-of-00003`` are a series that must be complete; ``model.safetensors``
-is a series of a single file. Files of no series have entirely different names.
+If there is an index, its files are the model, unless a ``model.safetensors`` exists that it does not list: transformers
+would load that file, vLLM and SGLang those of the index. Without an index, files that are numbered ``-00002-of-00003``
+are a series that must be complete; ``model.safetensors`` is a series of a single file. Files of no series have entirely
+different names.
 """
 
 from __future__ import annotations
@@ -31,8 +32,14 @@ CONSOLIDATE = (
     "consolidate them first: consolidate_safetensors_files_on_every_rank or consolidate_safetensors_files of "
     "torch.distributed.checkpoint._consolidate_hf_safetensors; or save with enable_consolidation=True"
 )
-MERGE_ADAPTER = "merge it first: AutoPeftModelForCausalLM.from_pretrained(ADAPTER_FOLDER).merge_and_unload().save_pretrained(NEW_FOLDER)"
-IMPORT_ADAPTER = "or import it as an adapter of its base: weighbridge import ADAPTER_FOLDER MODEL --base BASE@VERSION, under a model name of its own"
+MERGE_ADAPTER = (
+    "merge it first: "
+    "AutoPeftModelForCausalLM.from_pretrained(ADAPTER_FOLDER).merge_and_unload().save_pretrained(NEW_FOLDER)"
+)
+IMPORT_ADAPTER = (
+    "or import it as an adapter of its base: weighbridge import ADAPTER_FOLDER MODEL --base "
+    "BASE@VERSION, under a model name of its own"
+)
 _FORMATS_OF_OTHERS = ("tf", "flax")
 _NAMED = 20
 
@@ -64,15 +71,22 @@ def weight_files(there: Collection[str], listed: Iterable[str] | None) -> Weight
 
     Raises:
         NotFound: a file of a series is missing.
-        InvalidArgument: files belong to several models or series, belong to an adapter, or each contain one rank's parts of tensors.
+        InvalidArgument: files belong to several models or series, belong to an adapter, or each contain one rank's
+            parts of tensors.
     """
     if listed is not None:
         taken = tuple(sorted(set(listed)))
         if _WHOLE in there and _WHOLE not in taken:
             raise InvalidArgument(
-                f"the folder has {_WHOLE} and an index of other files, so it contains two models: transformers loads the first one, vLLM and SGLang the other",
+                (
+                    f"the folder has {_WHOLE} and an index of other files, so it contains two "
+                    "models: transformers loads the first one, vLLM and SGLang the other"
+                ),
                 details=first_lines([_WHOLE, *taken]),
-                fix=f"move away whichever an earlier save left: {_WHOLE}, or the index and its files; a new folder for each save avoids this",
+                fix=(
+                    f"move away whichever an earlier save left: {_WHOLE}, or the index and its "
+                    "files; a new folder for each save avoids this"
+                ),
             )
         return WeightFiles(taken, tuple(sorted(set(there).difference(taken))))
     other_form = {name for name in there if _OTHER_FORM.fullmatch(name)}
@@ -94,9 +108,7 @@ def _check_of_ranks(names: Iterable[str]) -> None:
             if pattern.fullmatch(name):
                 raise InvalidArgument(
                     f"{name} is a rank's file of {writer}: it holds parts of tensors",
-                    fix=CONSOLIDATE
-                    if pattern is _OF_A_RANK[0][0]
-                    else "name the folder from which they were made",
+                    fix=CONSOLIDATE if pattern is _OF_A_RANK[0][0] else "name the folder from which they were made",
                 )
 
 
@@ -113,9 +125,15 @@ def _check_series(names: Collection[str]) -> None:
             alone.append(name)
     if len(series) > 1 or (series and alone):
         raise InvalidArgument(
-            f"the folder has {counted(len(names), 'safetensors file')} of several sets and no index, so the model's files cannot be identified",
+            (
+                f"the folder has {counted(len(names), 'safetensors file')} of several sets and no "
+                "index, so the model's files cannot be identified"
+            ),
             details=first_lines(sorted(names)),
-            fix="move the files of other models away, or save the folder with model.save_pretrained(folder), which writes an index",
+            fix=(
+                "move the files of other models away, or save the folder with "
+                "model.save_pretrained(folder), which writes an index"
+            ),
         )
     for (stem, count), numbers in series.items():
         first = 0 if 0 in numbers else 1
@@ -124,7 +142,8 @@ def _check_series(names: Collection[str]) -> None:
         if missing:
             have = ", ".join(map(str, sorted(numbers)[:_NAMED]))
             raise NotFound(
-                f"of the {count} files {stem}-*-of-*.safetensors {missing} {'is' if missing == 1 else 'are'} missing; the folder has "
+                f"of the {count} files {stem}-*-of-*.safetensors {missing} "
+                f"{'is' if missing == 1 else 'are'} missing; the folder has "
                 f"only number {have}",
                 fix="download or save all files of the folder again",
             )
@@ -144,8 +163,14 @@ def check_finished(folder: object, there: Iterable[str]) -> None:
     endings = {name.rpartition(".")[2] for name in names}
     if "distcp" in endings and "safetensors" not in endings and ".metadata" not in names:
         raise NotFound(
-            f"{folder} is a checkpoint whose save has not finished: it has .distcp files, and no .metadata, which is written last",
-            fix="wait until the save has finished, or name the checkpoint of an earlier step; if the folder is a copy, copy hidden files as well",
+            (
+                f"{folder} is a checkpoint whose save has not finished: it has .distcp files, and "
+                "no .metadata, which is written last"
+            ),
+            fix=(
+                "wait until the save has finished, or name the checkpoint of an earlier step; if "
+                "the folder is a copy, copy hidden files as well"
+            ),
         )
 
 
@@ -182,12 +207,18 @@ def check_parts(file: str, metadata: Mapping[str, str], offsets: Mapping[str, Co
     parts = [name for name, offset in offsets.items() if any(offset)]
     if parts:
         raise InvalidArgument(
-            f"{file} is a rank's file of torch's HuggingFaceStorageWriter: it holds parts of {counted(len(parts), 'tensor')}",
+            (
+                f"{file} is a rank's file of torch's HuggingFaceStorageWriter: it holds parts of "
+                f"{counted(len(parts), 'tensor')}"
+            ),
             details=first_lines(parts),
             fix=CONSOLIDATE,
         )
     if metadata.get("format") in _FORMATS_OF_OTHERS:
         raise InvalidArgument(
             f"{file} holds weights of {metadata['format']}, whose names and axes differ from torch's",
-            fix="load them with transformers' from_pretrained(folder, from_tf=True or from_flax=True), and save the model again",
+            fix=(
+                "load them with transformers' from_pretrained(folder, from_tf=True or "
+                "from_flax=True), and save the model again"
+            ),
         )

@@ -1,4 +1,5 @@
-"""Files of a model besides its weights: config, tokenizer, chat templates, code, licence, in the model's folder and in folders of it.
+"""Files of a model besides its weights: config, tokenizer, chat templates, code, licence, in the model's folder and in
+folders of it.
 
 May import: `_core`, `weighbridge.errors`.
 

@@ -1,4 +1,6 @@
-"""Files, other than weights, of a version that is pushed from a folder: the folder's files, and the registered files that they do not replace. Pure."""
+"""Files, other than weights, of a version that is pushed from a folder: the folder's files, and the registered files
+that they do not replace. Pure.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,7 @@ _IS_TOKENIZER = ("tokeniz", "vocab", "merges", "tekken", "spiece", "sentencepiec
 
 def has_tokenizer(files: Iterable[str]) -> bool:
     """Whether files with these names form a tokenizer."""
-    return any(
-        name.startswith(_IS_TOKENIZER) or name.endswith(_TOKENIZER_ENDINGS)
-        for name in files
-        if "/" not in name
-    )
+    return any(name.startswith(_IS_TOKENIZER) or name.endswith(_TOKENIZER_ENDINGS) for name in files if "/" not in name)
 
 
 def is_of_tokenizer(name: str) -> bool:
@@ -40,17 +38,13 @@ def is_of_tokenizer(name: str) -> bool:
 def carried_files(registered: Mapping[str, bytes], folder: Mapping[str, bytes]) -> dict[str, bytes]:
     """The files of a version whose weights come from a folder.
 
-    The folder's files were saved together with its weights. Trainers often save only a config, so registered files that the folder lacks are kept,
-    except tokenizer files if the folder contains a tokenizer.
+    The folder's files were saved together with its weights. Trainers often save only a config, so registered files that
+    the folder lacks are kept, except tokenizer files if the folder contains a tokenizer.
 
     Args:
         registered: the model's registered files, by name.
         folder: files next to the weights, by name.
     """
     brings_tokenizer = has_tokenizer(folder)
-    stay = {
-        name: content
-        for name, content in registered.items()
-        if not (brings_tokenizer and is_of_tokenizer(name))
-    }
+    stay = {name: content for name, content in registered.items() if not (brings_tokenizer and is_of_tokenizer(name))}
     return {**stay, **folder}

@@ -1,7 +1,7 @@
 """Selection of a folder's files, other than weights, that belong to the model. Pure.
 
-All files are included except weights (which are pushed as tensors, or exist in another format), a trainer's state for resuming, and files that are
-too large to register. Each excluded file or folder is reported with the reason.
+All files are included except weights (which are pushed as tensors, or exist in another format), a trainer's state for
+resuming, and files that are too large to register. Each excluded file or folder is reported with the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ MAX_BYTES = 60 << 20
 """Limit for all files together: a registration is one request of at most 64 MiB."""
 
 _NEEDED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md", ".py", ".spm", ".bpe")
-"""Suffixes of files that loaders request. They are never excluded for their size; a registration that is too large fails with an error."""
+"""Suffixes of files that loaders request.
+
+They are never excluded for their size; a registration that is too large fails with an error.
+"""
 _OWN_FILES = ("weighbridge.json",)
 _OWN_ENDINGS = (".safetensors", ".safetensors.index.json", ".blake3")
 _WEIGHTS = re.compile(
@@ -51,7 +54,8 @@ class Choice:
 
     Attributes:
         taken: names of the included files, in order.
-        left_out: the reason for each excluded file or folder. The name of a folder ends with a slash and covers its whole content.
+        left_out: the reason for each excluded file or folder. The name of a folder ends with a slash and covers its
+            whole content.
     """
 
     taken: tuple[str, ...]
@@ -59,7 +63,9 @@ class Choice:
 
 
 def is_passed_over(component: str) -> bool:
-    """Whether a file or folder with this name is not part of a checkpoint: hidden ones belong to version control, caches and editors."""
+    """Whether a file or folder with this name is not part of a checkpoint: hidden ones belong to version control,
+    caches and editors.
+    """
     return component.startswith(".") or component == "__pycache__"
 
 
@@ -71,8 +77,8 @@ def holds_weights(names: Iterable[str]) -> bool:
 def choose(found: Iterable[Found], most_bytes: int = MAX_BYTES) -> Choice:
     """Select the files of a folder, other than weights, that belong to the model.
 
-    A subfolder that contains weights is excluded as a whole: ``checkpoint-500``, ``onnx``, ``original``. Files that no known loader requests are
-    included up to the limit, smaller ones first.
+    A subfolder that contains weights is excluded as a whole: ``checkpoint-500``, ``onnx``, ``original``. Files that no
+    known loader requests are included up to the limit, smaller ones first.
 
     Args:
         found: the regular files, including those in subfolders.
@@ -89,9 +95,7 @@ def choose(found: Iterable[Found], most_bytes: int = MAX_BYTES) -> Choice:
     for each in files:
         inside = next((folder for folder in _folders(each.name) if folder in apart), None)
         if inside is not None:
-            left_out[inside] = (
-                "it belongs to the trainer" if inside in _LOGS else "it holds weights of its own"
-            )
+            left_out[inside] = "it belongs to the trainer" if inside in _LOGS else "it holds weights of its own"
         elif not _is_own(each.name):
             reason = _reason(each.name)
             if reason:
@@ -105,7 +109,8 @@ def choose(found: Iterable[Found], most_bytes: int = MAX_BYTES) -> Choice:
             continue
         if each.nbytes > room:
             left_out[each.name] = (
-                f"it has {readable_size(each.nbytes)}, and at most {readable_size(most_bytes)} can be registered in total"
+                f"it has {readable_size(each.nbytes)}, and at most {readable_size(most_bytes)} "
+                "can be registered in total"
             )
             continue
         taken.add(each.name)
@@ -119,7 +124,9 @@ def _folders(name: str) -> Iterator[str]:
 
 
 def _is_own(name: str) -> bool:
-    """Whether a file contains the pushed weights, or was written next to them by a service, which writes new ones for each version."""
+    """Whether a file contains the pushed weights, or was written next to them by a service, which writes new ones for
+    each version.
+    """
     lowered = name.lower()
     if lowered.startswith(f"{SIGNATURES_FOLDER}/"):
         return True

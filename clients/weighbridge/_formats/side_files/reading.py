@@ -49,17 +49,14 @@ class SideFiles:
         Raises:
             NotFound: the folder does not exist, or contains no ``config.json``.
             DataLoss: ``config.json`` is not a regular file.
-            InvalidArgument: it is a link out of the folder, a file is not readable, or the folder has more files or bytes than any checkpoint.
+            InvalidArgument: it is a link out of the folder, a file is not readable, or the folder has more files or
+                bytes than any checkpoint.
         """
         if not folder.is_dir():
-            raise NotFound(
-                f"there is no folder {folder}", fix="name one that model.save_pretrained() has written"
-            )
+            raise NotFound(f"there is no folder {folder}", fix="name one that model.save_pretrained() has written")
         if not os.path.lexists(folder / CONFIG):
             if (folder / ADAPTER_CONFIG).is_file():
-                raise NotFound(
-                    f"{folder} is a PEFT adapter, not a model", fix=f"{MERGE_ADAPTER}; {IMPORT_ADAPTER}"
-                )
+                raise NotFound(f"{folder} is a PEFT adapter, not a model", fix=f"{MERGE_ADAPTER}; {IMPORT_ADAPTER}")
             raise NotFound(
                 f"there is no {CONFIG} in {folder}",
                 fix="name a folder that model.save_pretrained() has written",
@@ -75,7 +72,9 @@ class SideFiles:
         return SideFiles(files, dict(sorted({**chosen.left_out, **elsewhere}.items())))
 
     def kinds(self) -> dict[str, int]:
-        """Number of excluded files and folders, under their description in conversion reports; empty if there are none."""
+        """Number of excluded files and folders, under their description in conversion reports; empty if there are
+        none.
+        """
         names = [readable(name.removesuffix("/")) for name in self.left_out]
         return {f"files ({', '.join(names[:_NAMED])})": len(names)} if names else {}
 
@@ -92,7 +91,8 @@ def _check_size(folder: Path, files: Sequence[Found]) -> None:
     if total > _MOST_BYTES:
         largest = max(files, key=lambda each: each.nbytes)
         raise InvalidArgument(
-            f"the files other than the weights in {folder} have {readable_size(total)}, of which {readable(largest.name)} has "
+            f"the files other than the weights in {folder} have {readable_size(total)}, of "
+            f"which {readable(largest.name)} has "
             f"{readable_size(largest.nbytes)}; the limit for a model is {readable_size(_MOST_BYTES)}",
             fix="move what does not belong to the model out of the folder",
         )
@@ -133,7 +133,5 @@ def _files_of(folder: Path) -> tuple[list[Found], dict[str, str]]:
             if fault is None:
                 found.append(Found(name, entry.stat().st_size))
             else:
-                elsewhere[name] = (
-                    "it is a link to a folder" if os.path.isdir(entry.path) else _REASONS[type(fault)]
-                )
+                elsewhere[name] = "it is a link to a folder" if os.path.isdir(entry.path) else _REASONS[type(fault)]
     return found, elsewhere

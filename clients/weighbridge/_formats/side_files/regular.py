@@ -1,8 +1,10 @@
-"""Regular files of a folder. Links are followed only within the folder; files elsewhere, devices and pipes are not opened.
+"""Regular files of a folder.
 
-A downloaded folder may contain links to any file of this machine, and imported files are readable by every client with read access. In a
-cache of the Hugging Face Hub, each file of a snapshot is a link into the ``blobs`` of the same repository
-(https://huggingface.co/docs/huggingface_hub/guides/manage-cache): these are part of the folder.
+Links are followed only within the folder; files elsewhere, devices and pipes are not opened.
+
+A downloaded folder may contain links to any file of this machine, and imported files are readable by every client with
+read access. In a cache of the Hugging Face Hub, each file of a snapshot is a link into the ``blobs`` of the same
+repository (https://huggingface.co/docs/huggingface_hub/guides/manage-cache): these are part of the folder.
 """
 
 from __future__ import annotations
@@ -21,14 +23,18 @@ _MOST_OPEN = 1 << 20
 
 
 def reach_of(folder: Path) -> tuple[Path, ...]:
-    """The folders that may contain files of a folder: itself, and the cache's blobs if it is a snapshot of a cache or is inside one."""
+    """The folders that may contain files of a folder: itself, and the cache's blobs if it is a snapshot of a cache or
+    is inside one.
+    """
     root = folder.resolve()
     snapshots = next((parent for parent in root.parents if parent.name == _SNAPSHOTS), None)
     return (root,) if snapshots is None else (root, snapshots.with_name(_BLOBS))
 
 
 def fault_of(path: Path, folder: Path) -> WeighbridgeError | None:
-    """Error for a file of a folder that must not be opened; None if it may be. Links are followed, and nothing is opened.
+    """Error for a file of a folder that must not be opened; None if it may be.
+
+    Links are followed, and nothing is opened.
 
     Args:
         path: path of the file.
@@ -47,9 +53,7 @@ def fault_of(path: Path, folder: Path) -> WeighbridgeError | None:
             return NotFound(f"{path} is a dangling link", fix="download all files of the folder again")
         return NotFound(f"{path} does not exist", fix="download or save all files of the folder again")
     except (OSError, RuntimeError) as error:
-        if (
-            not isinstance(error, OSError) or error.errno == errno.ELOOP
-        ):  # which of them depends on Python's release
+        if not isinstance(error, OSError) or error.errno == errno.ELOOP:  # which of them depends on Python's release
             return DataLoss(f"{path} is a link to itself", fix="put the file itself in its place")
         return InvalidArgument(f"{path} cannot be read: {error.strerror}", fix="let this user read it")
     if not regular:
@@ -104,8 +108,8 @@ def _open(path: Path) -> int:
 
 
 def _may_open_more() -> bool:
-    """Raise this process's limit of open files to its maximum: a checkpoint of a thousand ranks has more than the usual 1024. Returns
-    whether the limit has grown.
+    """Raise this process's limit of open files to its maximum: a checkpoint of a thousand ranks has more than the usual
+    1024. Returns whether the limit has grown.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = hard if hard != resource.RLIM_INFINITY else _MOST_OPEN

@@ -1,4 +1,6 @@
-"""Signatures of an exported version: written next to its files, with the signed manifest, if the files are those that were signed."""
+"""Signatures of an exported version: written next to its files, with the signed manifest, if the files are those that
+were signed.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from weighbridge._core.resources import Signature
 
 
 def write_signatures(folder: Path, manifest: ManifestText, signatures: Sequence[Signature]) -> bool:
-    """Write a version's manifest and signatures to a folder to which the version was exported without a cast. Returns whether the folder has the same
-    files as the store. With a different maximum file size it does not, and nothing is written.
+    """Write a version's manifest and signatures to a folder to which the version was exported without a cast. Returns
+    whether the folder has the same files as the store. With a different maximum file size it does not, and nothing is
+    written.
 
     Raises:
         OSError: the folder cannot be written.

@@ -1,6 +1,7 @@
 """Blob of a rank: plain values as ``torch.save`` writes them, which ``torch.load(weights_only=True)`` can read.
 
-Reading a blob does not execute code of its writer. The writer refuses values that could only be loaded by executing code.
+Reading a blob does not execute code of its writer. The writer refuses values that could only be loaded by executing
+code.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _PLAIN = "numbers, strings, bytes, None, plain tensors, and lists, tuples, sets 
 _TORCHS_OWN = ("builtins", "collections", "torch", "torch._utils")
 """Modules whose allowed types torch chooses itself, even if this process has allowed them too."""
 _FIX = (
-    f"give {_PLAIN}; for a numpy array torch.from_numpy(array) or array.tolist(), for an object with a state_dict() the object itself, "
+    f"give {_PLAIN}; for a numpy array torch.from_numpy(array) or array.tolist(), for an "
+    "object with a state_dict() the object itself, "
     "for a DTensor its to_local() or full_tensor()"
 )
 
@@ -118,7 +120,9 @@ def _prepared(value: Any, path: str) -> Any:
 
 
 def _refused(value: Any, path: str) -> str | None:
-    """Return a text that names an entry of prepared values that cannot be loaded, and its type; None if all can be loaded."""
+    """Return a text that names an entry of prepared values that cannot be loaded, and its type; None if all can be
+    loaded.
+    """
     if _loads(_without_data(value)):
         return None
     for below, child in _children(value, path):

@@ -1,4 +1,6 @@
-"""Tensors of a trainer with the boxes that this rank holds of them, and the reasons why some tensors cannot be stored."""
+"""Tensors of a trainer with the boxes that this rank holds of them, and the reasons why some tensors cannot be
+stored.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class BoxedTensors:
-    """Tensors that are collected by name: DTensors of any mesh, parameters that ZeRO-3 has partitioned, and plain tensors. A rank that has
-    a plain tensor holds it whole.
+    """Tensors that are collected by name: DTensors of any mesh, parameters that ZeRO-3 has partitioned, and plain
+    tensors. A rank that has a plain tensor holds it whole.
 
     Attributes:
         tensors: one tensor for each shard, with the shape of its box, which aliases the collected tensor.
@@ -33,11 +35,11 @@ class BoxedTensors:
         self._shards: list[Shard] = []
 
     def take(self, name: str, value: torch.Tensor, *, filled: bool = False) -> TensorSpec | None:
-        """Add a tensor, and return its spec; None if it cannot be stored. A second tensor of the same name cannot be stored, unless it is
-        the same tensor.
+        """Add a tensor, and return its spec; None if it cannot be stored. A second tensor of the same name cannot be
+        stored, unless it is the same tensor.
 
-        ``filled`` tells whether the tensor will be filled from a stored one. Additional copies on this rank, such as those that ZeRO-3
-        makes of small parameters, are then filled too.
+        ``filled`` tells whether the tensor will be filled from a stored one. Additional copies on this rank, such as
+        those that ZeRO-3 makes of small parameters, are then filled too.
         """
         try:
             spec = _spec(name, value)
@@ -90,8 +92,8 @@ def taken_twice(name: str) -> str:
 
 
 def place(value: torch.Tensor) -> tuple[object, ...]:
-    """Return the identity of a tensor's memory, which is the same for two names of one tensor. It uses the storage, because an empty tensor
-    does not have an address.
+    """Return the identity of a tensor's memory, which is the same for two names of one tensor. It uses the storage,
+    because an empty tensor does not have an address.
     """
     import torch
 

@@ -1,4 +1,7 @@
-"""Shards of Megatron's model chunks in training. Chunks are wrapped, and a rank has one for each of its virtual pipeline stages."""
+"""Shards of Megatron's model chunks in training.
+
+Chunks are wrapped, and a rank has one for each of its virtual pipeline stages.
+"""
 
 from __future__ import annotations
 

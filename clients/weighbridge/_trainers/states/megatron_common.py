@@ -1,10 +1,11 @@
-"""Common state of Megatron-core's checkpoints (``common.pt``): all values other than elementwise tensors, in the form that Megatron's
-loaders expect.
+"""Common state of Megatron-core's checkpoints (``common.pt``): all values other than elementwise tensors, in the form
+that Megatron's loaders expect.
 
-It is a dict of the values that the trainer has named, and ``optimizer``, which is the state of one optimizer or a dict of several by
-number. A plain optimizer has ``state.common_step`` and ``param_groups``; an optimizer with float32 copies has both below ``optimizer``; and
-the distributed optimizer has its steps in the groups. ``content_metadata`` describes the form of the tensors. Source:
-``megatron.core.optimizer`` and ``dist_checkpointing`` of 0.16, ``megatron/training/checkpointing.py`` of Megatron-LM.
+It is a dict of the values that the trainer has named, and ``optimizer``, which is the state of one optimizer or a dict
+of several by number. A plain optimizer has ``state.common_step`` and ``param_groups``; an optimizer with float32 copies
+has both below ``optimizer``; and the distributed optimizer has its steps in the groups. ``content_metadata`` describes
+the form of the tensors. Source: ``megatron.core.optimizer`` and ``dist_checkpointing`` of 0.16,
+``megatron/training/checkpointing.py`` of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -53,8 +54,7 @@ def common_state(
     groups = optimizer["groups"]
     # if experts are distributed over ranks, Megatron gives them a separate optimizer
     parts = [
-        [group for group in groups if bool(group["values"].get("is_expert_parallel")) is own]
-        for own in (False, True)
+        [group for group in groups if bool(group["values"].get("is_expert_parallel")) is own] for own in (False, True)
     ]
     scalers = optimizer["grad_scalers"]
     states = [
@@ -74,8 +74,7 @@ def _optimizer_state(groups: Sequence[Mapping[str, Any]], scaler: Any) -> dict[s
     scaled = {} if scaler is None else {"grad_scaler": scaler}
     if kind == "DistributedOptimizer":
         stepped = [
-            {**group["values"], **({} if group["step"] is None else {"step": group["step"]})}
-            for group in groups
+            {**group["values"], **({} if group["step"] is None else {"step": group["step"]})} for group in groups
         ]
         return {
             _OPTIMIZER: {"param_groups": stepped},
@@ -88,7 +87,8 @@ def _optimizer_state(groups: Sequence[Mapping[str, Any]], scaler: Any) -> dict[s
 
 
 def optimizer_values(common: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the values of a checkpoint's optimizers, as `megatron_values.values_of` does, except that their kinds are None.
+    """Return the values of a checkpoint's optimizers, as `megatron_values.values_of` does, except that their kinds are
+    None.
 
     Args:
         common: the checkpoint's common state.
@@ -116,9 +116,7 @@ def optimizer_values(common: Mapping[str, Any], name: str) -> dict[str, Any]:
             "grad_scalers": [state["grad_scaler"] for state in states if "grad_scaler" in state],
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DataLoss(
-            f"the common state of {name} has no optimizer in the form that Megatron-core writes"
-        ) from error
+        raise DataLoss(f"the common state of {name} has no optimizer in the form that Megatron-core writes") from error
 
 
 def named_values(common: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Optimizers of Megatron-core on one rank: the parameters and elements for which they have state.
 
-This module does not communicate. It reads the distributed optimizer by the ranges that the optimizer has given this rank (``gbuf_ranges``),
-not by its ``sharded_state_dict``, which gathers. Source of the conventions: ``megatron.core.optimizer`` of 0.16.
+This module does not communicate. It reads the distributed optimizer by the ranges that the optimizer has given this
+rank (``gbuf_ranges``), not by its ``sharded_state_dict``, which gathers. Source of the conventions:
+``megatron.core.optimizer`` of 0.16.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ class StateTensor(NamedTuple):
 
     Attributes:
         parameter: the model's parameter.
-        name: name in Megatron's checkpoints: ``exp_avg``, ``exp_avg_sq``; for a float32 copy ``fp32_param``, or ``param`` if the optimizer
-            is the distributed one.
-        flat: the state, as a tensor of one axis. It aliases the optimizer's tensor, or `RankOptimizer.put_back` copies it there.
+        name: name in Megatron's checkpoints: ``exp_avg``, ``exp_avg_sq``; for a float32 copy ``fp32_param``, or
+            ``param`` if the optimizer is the distributed one.
+        flat: the state, as a tensor of one axis. It aliases the optimizer's tensor, or `RankOptimizer.put_back` copies
+            it there.
         first: index of the first of its elements in the parameter.
     """
 
@@ -61,13 +63,15 @@ class RankOptimizer(ABC):
 
     @abstractmethod
     def _held(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
-        """Yield each parameter for which this rank has state: the model's parameter, the torch optimizer's tensor for it, and begin and end
-        of the range in it.
+        """Yield each parameter for which this rank has state: the model's parameter, the torch optimizer's tensor for
+        it, and begin and end of the range in it.
         """
 
     @abstractmethod
     def _state_of(self, parameter: torch.Tensor, held: torch.Tensor) -> Mapping[str, Any]:
-        """Return the state of a parameter by the names in checkpoints, including values that are not elementwise tensors."""
+        """Return the state of a parameter by the names in checkpoints, including values that are not elementwise
+        tensors.
+        """
 
     @abstractmethod
     def replica_id(self, of_parameter: Any) -> Any:
@@ -109,7 +113,8 @@ class RankOptimizer(ABC):
                     continue
                 if getattr(tensor, "numel", lambda: -1)() != stop - start or not tensor.is_contiguous():
                     raise LayoutError(
-                        f"state {name} of a parameter {list(parameter.shape)} is not a dense tensor of its {stop - start} elements"
+                        f"state {name} of a parameter {list(parameter.shape)} is not a dense "
+                        f"tensor of its {stop - start} elements"
                     )
                 yield StateTensor(parameter, name, tensor.detach().view(-1), start)
 
@@ -220,7 +225,10 @@ def rank_optimizers(optimizer: Any) -> list[RankOptimizer]:
         return [each for one in optimizer.chained_optimizers for each in rank_optimizers(one)]
     if not isinstance(optimizer, MegatronOptimizer):
         raise InvalidArgument(
-            f"optimizer= is a {type(optimizer).__module__}.{type(optimizer).__qualname__}, not an optimizer of Megatron-core",
+            (
+                f"optimizer= is a {type(optimizer).__module__}.{type(optimizer).__qualname__}, not "
+                "an optimizer of Megatron-core"
+            ),
             fix=_ADVICE,
         )
     if getattr(optimizer, "is_stub_optimizer", False):

@@ -1,7 +1,8 @@
 """Pieces of a Megatron-core parameter: the places of the elements of its flat memory in the tensors of a checkpoint.
 
-A parameter is a piece of one tensor; a ``ShardedTensorFactory`` divides it into several pieces, for example the two halves of a gated
-linear unit. The state of optimizers for a parameter, or for any range of its elements, lies in pieces of the same kind.
+A parameter is a piece of one tensor; a ``ShardedTensorFactory`` divides it into several pieces, for example the two
+halves of a gated linear unit. The state of optimizers for a parameter, or for any range of its elements, lies in pieces
+of the same kind.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Piece(NamedTuple):
     Attributes:
         key: name of the tensor in a checkpoint.
         shape: shape of the tensor.
-        offset: first element of the box. The first axes are prepended ones (the layer, the expert), along which the extent of the box is 1.
+        offset: first element of the box. The first axes are prepended ones (the layer, the expert), along which the
+            extent of the box is 1.
         view: the other axes of the box, as a view of the parameter's memory.
     """
 
@@ -32,7 +34,8 @@ class Piece(NamedTuple):
     view: StridedView
 
     def parts(self, first: int, size: int) -> Iterator[tuple[Box, Part]]:
-        """Yield the boxes of the tensor that a range of the parameter's elements holds, each with the part of the range.
+        """Yield the boxes of the tensor that a range of the parameter's elements holds, each with the part of the
+        range.
 
         Args:
             first: begin of the range in the parameter.
@@ -50,7 +53,8 @@ def pieces_of(entry: Entry) -> list[Piece]:
     """Return the pieces of a parameter.
 
     Raises:
-        LayoutError: the parameter is not dense, or its factory does anything other than placing elements at regular distances.
+        LayoutError: the parameter is not dense, or its factory does anything other than placing elements at regular
+            distances.
     """
     whole = entry.declared.data
     if not whole.is_contiguous():
@@ -72,8 +76,8 @@ def _piece(shard: Any, view: StridedView) -> Piece:
 
 
 def _traced(factory: Any) -> Iterator[tuple[Any, StridedView]]:
-    """Yield the shards that a copying factory builds, each with its view of the parameter. The views are found by building from the indexes
-    of the parameter's elements."""
+    """Yield the shards that a copying factory builds, each with its view of the parameter. The views are found by
+    building from the indexes of the parameter's elements."""
     import torch
 
     indexes = torch.arange(factory.data.numel(), device="cpu").view(factory.data.shape)
@@ -90,7 +94,5 @@ def _traced(factory: Any) -> Iterator[tuple[Any, StridedView]]:
             expected = expected + along
             strides.append(stride)
         if not torch.equal(expected.expand_as(found), found):
-            raise LayoutError(
-                f"the factory of {factory.key} does more than place the elements of a parameter evenly"
-            )
+            raise LayoutError(f"the factory of {factory.key} does more than place the elements of a parameter evenly")
         yield shard, StridedView(tuple(found.shape), tuple(strides), start)

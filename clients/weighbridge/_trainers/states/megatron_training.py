@@ -1,7 +1,9 @@
-"""Training state of a Megatron-core rank: the shards of its model, and of its optimizers' state by the keys of Megatron's own checkpoints.
+"""Training state of a Megatron-core rank: the shards of its model, and of its optimizers' state by the keys of
+Megatron's own checkpoints.
 
-The keys are those that ``dist_checkpointing`` gives a model and its optimizer (for the distributed optimizer: as ``fully_reshardable``),
-without the prefixes of chained optimizers: ``optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight``.
+The keys are those that ``dist_checkpointing`` gives a model and its optimizer (for the distributed optimizer: as
+``fully_reshardable``), without the prefixes of chained optimizers:
+``optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight``.
 """
 
 from __future__ import annotations
@@ -58,15 +60,15 @@ def training_tensors(model: ShardedTensors, optimizer: Any) -> TrainingTensors:
 def megatron_fit(model: ShardedTensors, optimizer: Any) -> Fit:
     """Return a function that fits a rank to a stored training state of any parallelism.
 
-    It allocates the state of an optimizer that has none. If the vocabulary has more padding than the stored one, the additional rows are
-    unchanged. ``ShardedObject``s get the stored data of their key, if it exists.
+    It allocates the state of an optimizer that has none. If the vocabulary has more padding than the stored one, the
+    additional rows are unchanged. ``ShardedObject``s get the stored data of their key, if it exists.
 
     Args:
         model, optimizer: see `training_tensors`; filled in place.
 
     Raises:
-        The errors of `training_tensors`, except FailedPrecondition. The returned function raises LayoutError if the state belongs to a
-        different model or different optimizers.
+        The errors of `training_tensors`, except FailedPrecondition. The returned function raises LayoutError if the
+        state belongs to a different model or different optimizers.
     """
     import torch
 
@@ -110,7 +112,8 @@ class _Held:
     Attributes:
         model: the shards of the model.
         optimizers: optimizers of the rank.
-        states: for each shard of the optimizers' state, the spec of its tensor, the shard, and a tensor with its elements.
+        states: for each shard of the optimizers' state, the spec of its tensor, the shard, and a tensor with its
+            elements.
         alike: for each of these shards, whether its replicas are equal on all ranks that hold them.
         resizable: names of tensors whose shape may differ between jobs.
     """
@@ -125,9 +128,7 @@ class _Held:
     def of(model: ShardedTensors, optimizers: Sequence[RankOptimizer]) -> _Held:
         """Read the state of optimizers. Raises the errors of `training_tensors`."""
         resizable = {
-            entry.declared.key
-            for entry in model.entries
-            if getattr(entry.declared, "allow_shape_mismatch", False)
+            entry.declared.key for entry in model.entries if getattr(entry.declared, "allow_shape_mismatch", False)
         }
         of_parameter = {id(entry.declared.data): entry for entry in model.entries}
         states: list[tuple[TensorSpec, Shard, torch.Tensor]] = []
@@ -141,11 +142,7 @@ class _Held:
                 found = parts.get(id(entry.declared))
                 if found is None:
                     size = state.flat.numel()
-                    found = [
-                        (piece, *each)
-                        for piece in pieces_of(entry)
-                        for each in piece.parts(state.first, size)
-                    ]
+                    found = [(piece, *each) for piece in pieces_of(entry) for each in piece.parts(state.first, size)]
                     parts[id(entry.declared)] = found
                 main = is_main(optimizer.replica_id(entry.declared.replica_id))
                 dtype = dtypes.from_torch(state.flat.dtype)
@@ -158,7 +155,9 @@ class _Held:
         return _Held(model, optimizers, states, alike, frozenset(resizable))
 
     def joined(self, chosen: Sequence[int]) -> tuple[Layout, tuple[torch.Tensor, ...]]:
-        """Return the shards of the model and the chosen shards of the optimizers' state as one stream, with their tensors."""
+        """Return the shards of the model and the chosen shards of the optimizers' state as one stream, with their
+        tensors.
+        """
         states = [self.states[index] for index in chosen]
         layout = Layout.stream(
             [*self.model.layout.tensors.values(), *(spec for spec, _, _ in states)],
@@ -180,7 +179,10 @@ class _Held:
         ]
         if misfits:
             raise LayoutError(
-                f"{of} is the training state of a different model or optimizer: {counted(len(misfits), 'tensor differs', 'tensors differ')}",
+                (
+                    f"{of} is the training state of a different model or optimizer: "
+                    f"{counted(len(misfits), 'tensor differs', 'tensors differ')}"
+                ),
                 details=first_lines(told(misfits)),
                 fix="build model and optimizer with the configuration that the state was pushed with",
             )
@@ -209,7 +211,10 @@ def _check_known(optimizer: RankOptimizer, of_parameter: Mapping[int, Entry]) ->
         raise LayoutError(
             f"{counted(len(unknown), 'parameter')} of the {optimizer.kind} are not in the sharded state dict",
             details=[f"one of shape {list(each.shape)}, {each.dtype}" for each in unknown[:_NAMED]],
-            fix="pass the sharded_state_dict() of the model that the optimizer was built from, with all its chunks and unchanged",
+            fix=(
+                "pass the sharded_state_dict() of the model that the optimizer was built from, "
+                "with all its chunks and unchanged"
+            ),
         )
 
 
@@ -225,8 +230,8 @@ def _misfit(spec: TensorSpec, stored: TensorSpec | None, *, resizable: bool) -> 
 
 
 def _plain(data: Any) -> Any:
-    """Return the data of a ``ShardedObject`` in the form that is stored. A file in memory, which is the extra state of older Transformer
-    Engine, becomes its bytes.
+    """Return the data of a ``ShardedObject`` in the form that is stored. A file in memory, which is the extra state of
+    older Transformer Engine, becomes its bytes.
     """
     return data.getvalue() if isinstance(data, io.BytesIO) else data
 

@@ -1,8 +1,8 @@
 """Values of Megatron-core's optimizers other than tensors: parameter groups, step counts, gradient scales.
 
-They are the same on all ranks. The number of optimizers depends on the parallelism: with expert parallelism experts have their own
-optimizer, and without it they share the optimizer of the other parameters. Therefore values are stored by group, and groups are matched by
-the properties by which Megatron itself forms groups.
+They are the same on all ranks. The number of optimizers depends on the parallelism: with expert parallelism experts
+have their own optimizer, and without it they share the optimizer of the other parameters. Therefore values are stored
+by group, and groups are matched by the properties by which Megatron itself forms groups.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _EXPERT = "is_expert_parallel"
 
 
 class _Identity(NamedTuple):
-    """Identity of a parameter group: the kind of its optimizer, the factors of its rates, and whether it belongs to experts."""
+    """Identity of a parameter group: the kind of its optimizer, the factors of its rates, and whether it belongs to
+    experts.
+    """
 
     kind: str
     rates: tuple[tuple[str, Any], ...]
@@ -33,7 +35,8 @@ class _Identity(NamedTuple):
 def values_of(optimizers: Sequence[RankOptimizer]) -> dict[str, Any]:
     """Return the values of a rank's optimizers other than tensors, as plain data.
 
-    A group without parameters on this rank does not count steps, so it gets the count of another group of the same kind.
+    A group without parameters on this rank does not count steps, so it gets the count of another group of the same
+    kind.
 
     Raises:
         FailedPrecondition: parameters of one group have made different numbers of steps.
@@ -89,9 +92,7 @@ class FittedValues:
             for parameter in group["params"]:
                 # the device that torch uses
                 device = parameter.device if group.get("capturable") or group.get("fused") else None
-                optimizer.inner.state[parameter][_STEP] = torch.tensor(
-                    kept[_STEP], dtype=torch.float32, device=device
-                )
+                optimizer.inner.state[parameter][_STEP] = torch.tensor(kept[_STEP], dtype=torch.float32, device=device)
         scaled = [optimizer for optimizer in self._optimizers if optimizer.grad_scaler]
         for index, optimizer in enumerate(scaled if self._scalers else ()):
             optimizer.grad_scaler.load_state_dict(self._scalers[min(index, len(self._scalers) - 1)])

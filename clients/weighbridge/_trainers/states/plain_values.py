@@ -12,8 +12,8 @@ _ALWAYS_PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 def plain(value: Any) -> Any:
-    """Return a value in which numpy arrays are tensors, numpy numbers are Python numbers, and namespaces are dicts of their plain
-    attributes.
+    """Return a value in which numpy arrays are tensors, numpy numbers are Python numbers, and namespaces are dicts of
+    their plain attributes.
 
     Also converts the items of dicts, lists and tuples. Values without a plain form are unchanged.
     """
@@ -35,9 +35,8 @@ def plain(value: Any) -> Any:
 
 
 def _plain_ones(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes that a blob accepts. A trainer's arguments also contain enumerations and functions, which loaders do not need."""
-    return {
-        name: value
-        for name, value in attributes.items()
-        if type(value) in _ALWAYS_PLAIN or blobs.is_plain(value)
-    }
+    """Return the attributes that a blob accepts.
+
+    A trainer's arguments also contain enumerations and functions, which loaders do not need.
+    """
+    return {name: value for name, value in attributes.items() if type(value) in _ALWAYS_PLAIN or blobs.is_plain(value)}

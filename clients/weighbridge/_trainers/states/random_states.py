@@ -11,8 +11,8 @@ __all__ = ["RandomStates"]
 
 
 class RandomStates:
-    """The random number generators of this process, for ``rank_state``: Python's, numpy's global one, and torch's for the CPU and the
-    current CUDA device.
+    """The random number generators of this process, for ``rank_state``: Python's, numpy's global one, and torch's for
+    the CPU and the current CUDA device.
 
     A program must store the state of generators that it creates itself: ``generator.get_state()`` is a plain tensor.
     """

@@ -1,4 +1,6 @@
-"""Mappings of a trainer's values that are pushed and restored: plain values, and objects with a ``state_dict()``, such as schedulers."""
+"""Mappings of a trainer's values that are pushed and restored: plain values, and objects with a ``state_dict()``, such
+as schedulers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from weighbridge.errors import InvalidArgument
 
 
 def values_of(named: Any, argument: str) -> dict[str, Any]:
-    """Return the values to store. An object with ``state_dict()`` and ``load_state_dict()`` is replaced by its state dict.
+    """Return the values to store.
+
+    An object with ``state_dict()`` and ``load_state_dict()`` is replaced by its state dict.
 
     Args:
         named: values by name; None if the caller does not give any.
@@ -28,9 +32,7 @@ def values_of(named: Any, argument: str) -> dict[str, Any]:
     return {name: value.state_dict() if _is_stateful(value) else value for name, value in named.items()}
 
 
-def check_kept(
-    named: MutableMapping[str, Any] | None, kept: Mapping[str, Any], argument: str, version: object
-) -> None:
+def check_kept(named: MutableMapping[str, Any] | None, kept: Mapping[str, Any], argument: str, version: object) -> None:
     """Refuse names for which no value was stored, before any value is restored.
 
     Args:
@@ -45,9 +47,7 @@ def check_kept(
     if named is None:
         return
     if not isinstance(named, MutableMapping):
-        raise InvalidArgument(
-            f"{argument}= is a {type(named).__name__}, not a dict into which values can be restored"
-        )
+        raise InvalidArgument(f"{argument}= is a {type(named).__name__}, not a dict into which values can be restored")
     missing = [str(name) for name in named if name not in kept]
     if missing:
         raise InvalidArgument(
@@ -58,8 +58,8 @@ def check_kept(
 
 
 def left_out(named: Mapping[str, Any] | None, kept: Mapping[str, Any], argument: str) -> list[str]:
-    """Return the stored entries that the caller does not restore, such as ``scheduler in state=``; empty if the caller does not give a
-    mapping.
+    """Return the stored entries that the caller does not restore, such as ``scheduler in state=``; empty if the caller
+    does not give a mapping.
     """
     return [] if named is None else [f"{name} in {argument}=" for name in kept if name not in named]
 

@@ -27,8 +27,8 @@ class Steady:
     storages: frozenset[int]
 
     def settled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with the same elements that does not change until then: the tensor itself, or a copy if other code may change it,
-        for example a buffer.
+        """Return a tensor with the same elements that does not change until then: the tensor itself, or a copy if other
+        code may change it, for example a buffer.
         """
         return tensor if _storage(tensor) in self.storages else tensor.detach().clone()
 
@@ -57,9 +57,7 @@ def steady_until_step(optimizer: Any) -> Steady:
     wrapped = rank_optimizers(optimizer)
     return _steady(
         [each.inner for each in wrapped],
-        chain.from_iterable(
-            (*each.parameters(), *(state.flat for state in each.states())) for each in wrapped
-        ),
+        chain.from_iterable((*each.parameters(), *(state.flat for state in each.states())) for each in wrapped),
     )
 
 

@@ -1,8 +1,9 @@
-"""Entries of torch's checkpoints that are not tensors of the module or optimizer: values by their paths in the saved nested state dict.
+"""Entries of torch's checkpoints that are not tensors of the module or optimizer: values by their paths in the saved
+nested state dict.
 
-Names are those that torch.distributed.checkpoint gives: ``optimizer.param_groups.0.lr``, ``scheduler.last_epoch``. Options of a parameter
-group may also be named by parameter, as with ``flatten_optimizer_state_dict``: ``optimizer.param_groups.<parameter>.lr``. Both forms are
-supported.
+Names are those that torch.distributed.checkpoint gives: ``optimizer.param_groups.0.lr``, ``scheduler.last_epoch``.
+Options of a parameter group may also be named by parameter, as with ``flatten_optimizer_state_dict``:
+``optimizer.param_groups.<parameter>.lr``. Both forms are supported.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def entries_of(
         rank_states: values that the trainer has named for each rank; they are below ``rank_state`` and the rank.
 
     Raises:
-        InvalidArgument: the trainer has used the name of the module, the optimizer or the ranks' own values for something else.
+        InvalidArgument: the trainer has used the name of the module, the optimizer or the ranks' own values for
+            something else.
     """
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -59,10 +61,11 @@ def entries_of(
 
 
 def paths_of_tensors(tensors: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, KeyPath]:
-    """Return the paths of the tensors of module and optimizer. The name of a parameter is one key, although it contains dots."""
-    parameters = {
-        name.removeprefix(f"{MODEL}.") for name in (*tensors, *aliases) if name.startswith(f"{MODEL}.")
-    }
+    """Return the paths of the tensors of module and optimizer.
+
+    The name of a parameter is one key, although it contains dots.
+    """
+    parameters = {name.removeprefix(f"{MODEL}.") for name in (*tensors, *aliases) if name.startswith(f"{MODEL}.")}
     paths: dict[str, KeyPath] = {f"{MODEL}.{name}": (MODEL, name) for name in parameters}
     begin = f"{OPTIMIZER}.{_STATE}."
     for name in tensors:
@@ -74,7 +77,9 @@ def paths_of_tensors(tensors: Mapping[str, Any], aliases: Mapping[str, str]) -> 
 
 
 def optimizer_values(entries: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """Return values in the form of `torch_optimizers.NamedOptimizers.values`, from the entries of an optimizer by their paths within it."""
+    """Return values in the form of `torch_optimizers.NamedOptimizers.values`, from the entries of an optimizer by their
+    paths within it.
+    """
     groups = _nested({path[1:]: value for path, value in entries.items() if path[0] == _GROUPS}.items())
     if not groups:
         groups = _merged(entries)
@@ -86,7 +91,10 @@ def optimizer_values(entries: Mapping[KeyPath, Any]) -> dict[str, Any]:
 
 
 def _merged(entries: Mapping[KeyPath, Any]) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer whose entries are options of single parameters. Parameters with equal options form one group."""
+    """Return the groups of an optimizer whose entries are options of single parameters.
+
+    Parameters with equal options form one group.
+    """
     options: dict[str, dict[str, Any]] = {}
     for path, value in entries.items():
         if len(path) == 1 and str(path[0]).startswith(f"{_GROUPS}."):
@@ -103,7 +111,10 @@ def _merged(entries: Mapping[KeyPath, Any]) -> list[dict[str, Any]]:
 
 
 def nested(entries: Mapping[Any, Any]) -> Any:
-    """Return the nested value that entries form: dicts for string keys, lists for numbers. An entry with an empty path is the whole value."""
+    """Return the nested value that entries form: dicts for string keys, lists for numbers.
+
+    An entry with an empty path is the whole value.
+    """
     return entries[()] if () in entries else _nested(entries.items())
 
 

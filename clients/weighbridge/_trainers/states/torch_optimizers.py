@@ -1,8 +1,9 @@
 """State of torch optimizers by the names of their parameters, and back.
 
-Names are those of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` with ``flatten_optimizer_state_dict``:
-``state.<parameter>.exp_avg``. The state is read directly from ``optimizer.state``, because torch's function makes a step with an optimizer
-that has not made one, and the function that loads a state dict casts moments to their parameters' dtype.
+Names are those of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` with
+``flatten_optimizer_state_dict``: ``state.<parameter>.exp_avg``. The state is read directly from ``optimizer.state``,
+because torch's function makes a step with an optimizer that has not made one, and the function that loads a state dict
+casts moments to their parameters' dtype.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class NamedOptimizers:
 
         Raises:
             InvalidArgument: one of them is not a torch optimizer.
-            LayoutError: the optimizers have parameters that the module does not have, or share a parameter (names each).
+            LayoutError: the optimizers have parameters that the module does not have, or share a parameter (names
+                each).
         """
         import torch
 
@@ -87,16 +89,19 @@ class NamedOptimizers:
             raise LayoutError(
                 f"the optimizer has {counted(len(foreign), 'parameter')} that the module does not have",
                 details=first_lines(foreign),
-                fix="give the optimizer that was built from this module's parameters, after fully_shard or anything else that replaces them",
+                fix=(
+                    "give the optimizer that was built from this module's parameters, after "
+                    "fully_shard or anything else that replaces them"
+                ),
             )
         if twice:
-            raise LayoutError(
-                f"optimizers share {counted(len(twice), 'parameter')}", details=first_lines(twice)
-            )
+            raise LayoutError(f"optimizers share {counted(len(twice), 'parameter')}", details=first_lines(twice))
         return NamedOptimizers(found, own)
 
     def take_into(self, boxed: BoxedTensors, prefix: str) -> None:
-        """Add all tensors of the optimizers' state with a prefix to their names, and problems for those that could not be restored."""
+        """Add all tensors of the optimizers' state with a prefix to their names, and problems for those that could not
+        be restored.
+        """
         import torch
 
         for name, _, state in self._states():
@@ -113,8 +118,8 @@ class NamedOptimizers:
                     boxed.problems.append(f"{full}: it is a {type(value).__name__} that contains tensors")
 
     def values(self) -> dict[str, Any]:
-        """Return the optimizers' state other than tensors: numbers by parameter, the parameter groups, and the kind of optimizer of each
-        group.
+        """Return the optimizers' state other than tensors: numbers by parameter, the parameter groups, and the kind of
+        optimizer of each group.
         """
         import torch
 
@@ -131,16 +136,16 @@ class NamedOptimizers:
         kinds = [kind_of(optimizer) for optimizer in self.optimizers for _ in optimizer.param_groups]
         return {"state": numbers, "param_groups": groups, "kinds": kinds}
 
-    def fit(
-        self, stored: Mapping[str, TensorSpec], values: Mapping[str, Any], *, strict: bool
-    ) -> OptimizerFit:
-        """Fit optimizers, which may not have made a step yet, to a stored state. After the restore they have exactly the stored state.
+    def fit(self, stored: Mapping[str, TensorSpec], values: Mapping[str, Any], *, strict: bool) -> OptimizerFit:
+        """Fit optimizers, which may not have made a step yet, to a stored state.
+
+        After the restore they have exactly the stored state.
 
         Args:
             stored: the stored tensors, by the names of `take_into`.
             values: result of `values`.
-            strict: whether both must have the same parameters and the same kind of optimizer. If False, state that only one of them has is
-                unchanged, and kinds are distinguished only by the options of groups.
+            strict: whether both must have the same parameters and the same kind of optimizer. If False, state that only
+                one of them has is unchanged, and kinds are distinguished only by the options of groups.
         """
         groups = Groups(values["param_groups"], values.get("kinds", ()))
         known = {name: parameter for parameter, name in self.names.items()}
@@ -205,20 +210,26 @@ class OptimizerFit:
 def _another_kind(
     optimizer: torch.optim.Optimizer, number: int, group: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> list[str]:
-    """Return a line if a stored group belongs to another kind of optimizer, which means that each side has options that the other lacks. If
-    a release of torch only adds options, the kind is the same.
+    """Return a line if a stored group belongs to another kind of optimizer, which means that each side has options that
+    the other lacks. If a release of torch only adds options, the kind is the same.
     """
     lacking = sorted(set(optimizer.defaults) - set(stored)) if stored else []
     unknown = sorted(set(own_options(stored)) - set(group) - _SCHEDULERS)
     if not lacking or not unknown:
         return []
     return [
-        f"group {number} of the optimizer ({type(optimizer).__name__}) has {', '.join(lacking)}; the version's has {', '.join(unknown)} instead"
+        (
+            f"group {number} of the optimizer ({type(optimizer).__name__}) has "
+            f"{', '.join(lacking)}; the version's has {', '.join(unknown)} instead"
+        )
     ]
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of an optimizer's class. For a wrapper, such as accelerate's, return the name of the wrapped optimizer's class."""
+    """Return the name of an optimizer's class.
+
+    For a wrapper, such as accelerate's, return the name of the wrapped optimizer's class.
+    """
     import torch
 
     inner = getattr(optimizer, "optimizer", None)
@@ -239,8 +250,8 @@ class Groups:
         self.names = {name: index for index, group in enumerate(groups) for name in group[PARAMS]}
 
     def unlike(self, known: Collection[str], filled: Collection[str]) -> list[str]:
-        """Return lines for parameters that only the stored groups have, or only the optimizer's groups. A parameter in ``filled`` is not a
-        mismatch: its group belongs to another rank.
+        """Return lines for parameters that only the stored groups have, or only the optimizer's groups. A parameter in
+        ``filled`` is not a mismatch: its group belongs to another rank.
         """
         return [
             f"{name} is in a parameter group of the version, and in none of the optimizer's"
@@ -310,13 +321,12 @@ def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[s
 
 
 def _leaves(state: Mapping[Any, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the leaves of the nested dicts of a state, with their paths. A dict with keys other than strings is itself a leaf."""
+    """Yield the leaves of the nested dicts of a state, with their paths.
+
+    A dict with keys other than strings is itself a leaf.
+    """
     for key, value in state.items():
-        if (
-            isinstance(value, dict)
-            and value
-            and all(isinstance(each, str) and "." not in each for each in value)
-        ):
+        if isinstance(value, dict) and value and all(isinstance(each, str) and "." not in each for each in value):
             yield from _leaves(value, (*above, str(key)))
         else:
             yield (*above, str(key)), value
@@ -333,8 +343,8 @@ def _has_tensors(value: Any) -> bool:
 def _target(
     spec: TensorSpec, path: Path, there: Any, parameter: torch.Tensor, group: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Return the tensor to fill with a stored one: the existing tensor if its dtype and shape match, otherwise a new one, created as the
-    optimizer itself would.
+    """Return the tensor to fill with a stored one: the existing tensor if its dtype and shape match, otherwise a new
+    one, created as the optimizer itself would.
     """
     import torch
 

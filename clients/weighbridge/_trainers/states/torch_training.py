@@ -1,7 +1,9 @@
-"""Training state of a torch module and its optimizers: FSDP2, HSDP, tensor parallelism, DDP, DeepSpeed's ZeRO, or one process.
+"""Training state of a torch module and its optimizers: FSDP2, HSDP, tensor parallelism, DDP, DeepSpeed's ZeRO, or one
+process.
 
-Names are those of ``torch.distributed.checkpoint.state_dict``: ``model.<name>`` for ``get_model_state_dict``, ``optimizer.state.<name>.exp_avg`` for
-``get_optimizer_state_dict``. If tensors are tied and so share memory, only the first one is stored.
+Names are those of ``torch.distributed.checkpoint.state_dict``: ``model.<name>`` for ``get_model_state_dict``,
+``optimizer.state.<name>.exp_avg`` for ``get_optimizer_state_dict``. If tensors are tied and so share memory, only the
+first one is stored.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ def training_tensors(module: object, optimizers: object | None) -> TrainingTenso
     """Return the tensors of a module and its optimizers that this rank holds.
 
     Args:
-        module: a torch module. Its tensors may be DTensors of any mesh, or plain tensors, which every rank holds whole. They may be on any
-            device.
+        module: a torch module. Its tensors may be DTensors of any mesh, or plain tensors, which every rank holds whole.
+            They may be on any device.
         optimizers: one optimizer, several, or None.
 
     Raises:
         InvalidArgument: the module is not a torch module, or an optimizer is not a torch optimizer.
-        LayoutError: optimizers have parameters that the module does not have, tensors cannot be stored, or adapters are merged into weights
-            (names each).
+        LayoutError: optimizers have parameters that the module does not have, tensors cannot be stored, or adapters are
+            merged into weights (names each).
     """
     root = _root(module)
     peft_models.check_apart(root)
@@ -76,8 +78,8 @@ def torch_fit(module: object, optimizers: object | None, *, strict: bool = True)
 
     Args:
         module, optimizers: see `training_tensors`.
-        strict: whether both must have the same tensors and parameters. If False, tensors and parameters that only one of them has are
-            unchanged.
+        strict: whether both must have the same tensors and parameters. If False, tensors and parameters that only one
+            of them has are unchanged.
 
     Raises:
         InvalidArgument, LayoutError: see `training_tensors`.
@@ -139,9 +141,15 @@ def _fit(
     problems += boxed.problems
     if problems:
         raise LayoutError(
-            f"{stored.name} is the training state of a different model or optimizer: {counted(len(problems), 'entry differs', 'entries differ')}",
+            (
+                f"{stored.name} is the training state of a different model or optimizer: "
+                f"{counted(len(problems), 'entry differs', 'entries differ')}"
+            ),
             details=first_lines(problems),
-            fix="build module and optimizer as they were when it was pushed, on any number of ranks; strict=False fills what both have",
+            fix=(
+                "build module and optimizer as they were when it was pushed, on any number of "
+                "ranks; strict=False fills what both have"
+            ),
         )
 
     def finish() -> None:
@@ -154,8 +162,8 @@ def _fit(
 
 
 def _check_adapters(module: torch.nn.Module, stored: StoredState) -> None:
-    """Refuse a module whose adapters differ from those in the state, or are merged into its weights. The state contains adapters separately
-    from the weights.
+    """Refuse a module whose adapters differ from those in the state, or are merged into its weights. The state contains
+    adapters separately from the weights.
 
     Raises:
         LayoutError: the adapters differ, or are merged.
@@ -165,7 +173,8 @@ def _check_adapters(module: torch.nn.Module, stored: StoredState) -> None:
     if there and not has:
         raise LayoutError(
             f"{stored.name} is the state of a model with adapters of peft, and the module has none",
-            fix="wrap the module with get_peft_model and the same LoraConfig first; or restore only the merged weights: restore_state_dict(model, module) "
+            fix="wrap the module with get_peft_model and the same LoraConfig first; or restore "
+            "only the merged weights: restore_state_dict(model, module) "
             "without optimizer= and state=",
         )
     if has and not there:
@@ -186,7 +195,10 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def _root(given: object) -> torch.nn.Module:
-    """Return the module inside DDP and torch.compile. Raises InvalidArgument if its state does not have the form of torch's own optimizers."""
+    """Return the module inside DDP and torch.compile.
+
+    Raises InvalidArgument if its state does not have the form of torch's own optimizers.
+    """
     import torch
 
     if not isinstance(given, torch.nn.Module):
@@ -219,8 +231,8 @@ def _named(module: torch.nn.Module, optimizers: object) -> NamedOptimizers | Zer
 
 
 def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the module that DDP, torch.compile or DeepSpeed has wrapped. Wrappers are recognised by type, because any module may have a
-    child named ``module``.
+    """Return the module that DDP, torch.compile or DeepSpeed has wrapped. Wrappers are recognised by type, because any
+    module may have a child named ``module``.
     """
     import torch
 
@@ -246,8 +258,8 @@ def _parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
 
 
 def _is_tensor(name: str, value: Any) -> bool:
-    """Whether an entry of a state dict is a tensor of the model. The extra state of a module is not, because each module and rank may
-    define its own.
+    """Whether an entry of a state dict is a tensor of the model. The extra state of a module is not, because each
+    module and rank may define its own.
     """
     import torch
 

@@ -1,7 +1,9 @@
-"""Training state of a rank: tensors with their boxes, and one blob with everything else. It has the same form for every trainer.
+"""Training state of a rank: tensors with their boxes, and one blob with everything else.
 
-Tensors are stored by the boxes that ranks hold, so any other number of ranks can restore them. All other state of a rank is plain data,
-which is stored as the bytes of a tensor that no other rank holds.
+It has the same form for every trainer.
+
+Tensors are stored by the boxes that ranks hold, so any other number of ranks can restore them. All other state of a
+rank is plain data, which is stored as the bytes of a tensor that no other rank holds.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ class TrainingTensors:
         layout: the shards as one stream, by the names in the trainer's own checkpoints.
         tensors: one tensor for each placement, with the shape of its box, in its own dtype, on any device.
         values: see `RankValues.trainer`.
-        space: `TensorSpace.MEGATRON` if shards themselves mark replicas, `TensorSpace.HUGGING_FACE` if shards with equal boxes are
-            replicas.
+        space: `TensorSpace.MEGATRON` if shards themselves mark replicas, `TensorSpace.HUGGING_FACE` if shards with
+            equal boxes are replicas.
     """
 
     layout: Layout
@@ -122,7 +124,8 @@ class Filling:
         layout: the shards to read, as one stream.
         tensors: one tensor for each placement, with the shape of its box and in the stored dtype, on any device.
         finish: called when the tensors have been filled; puts tensors and values into the model and the optimizers.
-        undo: called if the tensors could not be filled; removes tensors that were made for the restore, so that no step uses them as state.
+        undo: called if the tensors could not be filled; removes tensors that were made for the restore, so that no step
+            uses them as state.
     """
 
     layout: Layout
@@ -132,7 +135,10 @@ class Filling:
 
 
 Fit: TypeAlias = Callable[[StoredState], Filling]
-"""Function that fits a rank to a stored training state. It does not change the rank. Raises LayoutError, which names the mismatches."""
+"""Function that fits a rank to a stored training state. It does not change the rank.
+
+Raises LayoutError, which names the mismatches.
+"""
 
 
 def blob_name(rank: int) -> str:

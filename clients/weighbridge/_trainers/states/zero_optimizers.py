@@ -1,9 +1,10 @@
 """State of DeepSpeed's ZeRO optimizers by the names of parameters, and back: stages 1, 2 and 3.
 
-A rank's optimizer is a torch optimizer of flat tensors, in which ranges of parameters follow each other. The optimizer's state for these
-elements, and the flat tensors themselves if they are float32 copies of the parameters, are stored as boxes of whole tensors, so that any
-number of ranks can restore them. Names are as in `torch_optimizers`; the copies are ``state.<parameter>.fp32_param``. Source of the
-conventions: ``deepspeed.runtime.zero.stage3`` and ``stage_1_and_2`` of DeepSpeed 0.19.
+A rank's optimizer is a torch optimizer of flat tensors, in which ranges of parameters follow each other. The
+optimizer's state for these elements, and the flat tensors themselves if they are float32 copies of the parameters, are
+stored as boxes of whole tensors, so that any number of ranks can restore them. Names are as in `torch_optimizers`; the
+copies are ``state.<parameter>.fp32_param``. Source of the conventions: ``deepspeed.runtime.zero.stage3`` and
+``stage_1_and_2`` of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Range:
     Attributes:
         name: name of the parameter.
         shape: shape of the whole parameter.
-        first: index of the range's first element in the parameter, in row-major order. Elements after the parameter's last one are padding.
+        first: index of the range's first element in the parameter, in row-major order. Elements after the parameter's
+            last one are padding.
         at: index of the range's first element in the flat tensor.
         size: number of elements.
     """
@@ -57,11 +59,12 @@ class Range:
     size: int
 
     def boxes(self, flat: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-        """Return the boxes of the parameter that form the range, each with a tensor of its shape that aliases ``flat``."""
+        """Return the boxes of the parameter that form the range, each with a tensor of its shape that aliases
+        ``flat``.
+        """
         held = flat.detach()[self.at : self.at + self.size]
         return [
-            (part.box, part.of(held))
-            for part in parts_of_range(self.first, self.size, StridedView.dense(self.shape))
+            (part.box, part.of(held)) for part in parts_of_range(self.first, self.size, StridedView.dense(self.shape))
         ]
 
 
@@ -118,8 +121,8 @@ class ZeroOptimizer:
             ) from None
 
     def take_into(self, boxed: BoxedTensors, prefix: str) -> None:
-        """Add the parts that this rank holds of all tensors of the state, with a prefix to their names, and problems for those that cannot
-        be stored.
+        """Add the parts that this rank holds of all tensors of the state, with a prefix to their names, and problems
+        for those that cannot be stored.
         """
         import torch
 
@@ -130,7 +133,8 @@ class ZeroOptimizer:
                     continue
                 if value.dim() and value.shape != flat.tensor.shape:
                     boxed.problems.append(
-                        f"{prefix}{_STATE}{flat.ranges[0].name}.{key}: it is neither a number nor one value for each element of the parameters"
+                        f"{prefix}{_STATE}{flat.ranges[0].name}.{key}: it is neither a number "
+                        "nor one value for each element of the parameters"
                     )
                     continue
                 for each in flat.ranges:
@@ -141,15 +145,15 @@ class ZeroOptimizer:
                         boxed.add(TensorSpec(name, dtype, ()), [(Box((), ()), value)])
 
     def values(self) -> dict[str, Any]:
-        """Return the optimizer's state other than tensors: numbers by parameter, the parameter groups, and numbers of the loss scaler."""
+        """Return the optimizer's state other than tensors: numbers by parameter, the parameter groups, and numbers of
+        the loss scaler.
+        """
         import torch
 
         numbers = {
             each.name: found
             for flat in self._flats
-            for found in (
-                {(key,): v for key, v in self._state(flat).items() if not isinstance(v, torch.Tensor)},
-            )
+            for found in ({(key,): v for key, v in self._state(flat).items() if not isinstance(v, torch.Tensor)},)
             if found
             for each in flat.ranges
         }
@@ -161,16 +165,14 @@ class ZeroOptimizer:
         scaler = _numbers(self._scaler())
         return {"state": numbers, "param_groups": groups, "kinds": kinds, "loss_scaler": scaler}
 
-    def fit(
-        self, stored: Mapping[str, TensorSpec], values: Mapping[str, Any], *, strict: bool
-    ) -> OptimizerFit:
+    def fit(self, stored: Mapping[str, TensorSpec], values: Mapping[str, Any], *, strict: bool) -> OptimizerFit:
         """Fit the optimizer to a stored state. After the restore it has exactly the stored state.
 
         Args:
             stored: the stored tensors, by the names of `take_into`.
             values: result of `values`.
-            strict: whether both must have the same parameters and the same kind of optimizer. If not, state that only one of them has is
-                unchanged.
+            strict: whether both must have the same parameters and the same kind of optimizer. If not, state that only
+                one of them has is unchanged.
         """
         groups = Groups(values["param_groups"], values.get("kinds", ()))
         known = {each.name for flat in self._flats for each in flat.ranges}
@@ -185,9 +187,7 @@ class ZeroOptimizer:
         if strict:
             fit.problems.extend(groups.unlike(known, known))
         kind = kind_of(self._inner) if strict else None
-        for number, (members, group) in enumerate(
-            zip(self._members(), self._inner.param_groups, strict=True)
-        ):
+        for number, (members, group) in enumerate(zip(self._members(), self._inner.param_groups, strict=True)):
             groups.fit(fit, number, members, group, kind)
         for flat in self._flats:
             if strict or any(by_name[each.name] for each in flat.ranges):
@@ -197,7 +197,9 @@ class ZeroOptimizer:
         return fit
 
     def give(self, scale: Mapping[str, Any]) -> None:
-        """Set the numbers of the loss scaler, and make DeepSpeed recompute the values that it derives from parameters and state."""
+        """Set the numbers of the loss scaler, and make DeepSpeed recompute the values that it derives from parameters
+        and state.
+        """
         scaler = self._scaler()
         # only the attributes that `values` returns, because the blob's writer chose the names
         for key in _numbers(scaler).keys() & scale.keys():
@@ -240,7 +242,10 @@ class _ZeroFit(OptimizerFit):
 def _fitted(
     fit: OptimizerFit, flat: Flat, there: Mapping[str, Any], stored: Mapping[str, Mapping[str, TensorSpec]]
 ) -> dict[tuple[str, ...], Any]:
-    """Fit a flat tensor and its existing state to the stored tensors, by parameter and key. Return the state that it gets."""
+    """Fit a flat tensor and its existing state to the stored tensors, by parameter and key.
+
+    Return the state that it gets.
+    """
     made: dict[tuple[str, ...], Any] = {}
     found = {each.name: stored[each.name] for each in flat.ranges}
     keys = dict.fromkeys(key for specs in found.values() for key in specs)
@@ -254,9 +259,7 @@ def _fitted(
         of = [(each, found[each.name][key]) for each in flat.ranges]
         first = of[0][1]
         if key == _MASTER and (not flat.copied or first.dtype.torch != flat.tensor.dtype):
-            fit.problems.append(
-                f"{first} of the version is a master copy, and the optimizer has none of this dtype"
-            )
+            fit.problems.append(f"{first} of the version is a master copy, and the optimizer has none of this dtype")
             continue
         scalar = key != _MASTER and not any(spec.shape for _, spec in of)
         shapes = [() if scalar else each.shape for each, _ in of]
@@ -304,9 +307,7 @@ def _stages_1_and_2(optimizer: Any, names: Mapping[torch.Tensor, str]) -> Iterat
 
     for index, tensor in enumerate(optimizer.single_partition_of_fp32_groups):
         begin = dist.get_rank(optimizer.real_dp_process_group[index]) * tensor.numel()
-        members, offsets = (
-            getattr(optimizer, f"round_robin_bit16_{each}")[index] for each in ("groups", "offsets")
-        )
+        members, offsets = (getattr(optimizer, f"round_robin_bit16_{each}")[index] for each in ("groups", "offsets"))
         ranges = []
         for parameter, offset in zip(members, offsets, strict=True):
             low = max(offset, begin)
@@ -317,7 +318,9 @@ def _stages_1_and_2(optimizer: Any, names: Mapping[torch.Tensor, str]) -> Iterat
 
 
 def _target(flat: torch.Tensor, there: Any, spec: TensorSpec, *, scalar: bool) -> torch.Tensor:
-    """Return the tensor to fill with a stored one: the existing one if it has the same form, otherwise a new one with zeros as padding."""
+    """Return the tensor to fill with a stored one: the existing one if it has the same form, otherwise a new one with
+    zeros as padding.
+    """
     import torch
 
     dtype, shape = spec.dtype.torch, () if scalar else tuple(flat.shape)
@@ -328,11 +331,7 @@ def _target(flat: torch.Tensor, there: Any, spec: TensorSpec, *, scalar: bool) -
 
 def _numbers(scaler: Any) -> dict[str, Any]:
     return (
-        {
-            key: value
-            for key, value in vars(scaler).items()
-            if value is None or type(value) in (bool, int, float)
-        }
+        {key: value for key, value in vars(scaler).items() if value is None or type(value) in (bool, int, float)}
         if hasattr(scaler, "__dict__")
         else {}
     )

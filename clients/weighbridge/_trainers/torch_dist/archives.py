@@ -1,7 +1,9 @@
-"""Archives that ``torch.save`` writes: ZIP files with uncompressed records. An archive is a file or a part of a larger file.
+"""Archives that ``torch.save`` writes: ZIP files with uncompressed records.
 
-Sources: torch/serialization.py and caffe2/serialize/inline_container.cc of torch 2.13; APPNOTE.TXT of PKWARE for ZIP, ZIP64 in its section
-4.3.14.
+An archive is a file or a part of a larger file.
+
+Sources: torch/serialization.py and caffe2/serialize/inline_container.cc of torch 2.13; APPNOTE.TXT of PKWARE for ZIP,
+ZIP64 in its section 4.3.14.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Archive:
         self._prefix = first[: first.find(b"/") + 1]
 
     def pickle(self, most: int) -> bytes:
-        """Return the pickle of the saved value. Tensors in it refer to storages, whose bytes are in little-endian order.
+        """Return the pickle of the saved value.
+
+        Tensors in it refer to storages, whose bytes are in little-endian order.
 
         Raises:
             DataLoss: the pickle has more than ``most`` bytes, or the byte order is not little-endian.
@@ -56,7 +60,10 @@ class Archive:
         return self.read(begin, end)
 
     def record(self, name: bytes) -> tuple[int, int]:
-        """Return begin and end of a record's content in the archive. Raises DataLoss if the record does not exist or is compressed."""
+        """Return begin and end of a record's content in the archive.
+
+        Raises DataLoss if the record does not exist or is compressed.
+        """
         name = self._prefix + name
         if name not in self._records:
             raise DataLoss(f"its archive has no record {name[:80]!r}")
@@ -129,7 +136,10 @@ def _read_directory(archive: Archive, most: int) -> dict[bytes, tuple[int, int, 
 
 
 def _wide_fields(extra: bytes, *narrow: int) -> list[int]:
-    """Return the fields of a directory entry. Fields whose bits are all ones are replaced by those in its ZIP64 extra field."""
+    """Return the fields of a directory entry.
+
+    Fields whose bits are all ones are replaced by those in its ZIP64 extra field.
+    """
     position = 0
     while position + 4 <= len(extra):
         tag, size = struct.unpack_from("<HH", extra, position)

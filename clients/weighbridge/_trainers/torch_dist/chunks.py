@@ -1,5 +1,5 @@
-"""Chunks into which the tensors of a checkpoint are divided. Each chunk is a run of the tensor's bytes, and all chunks in order form the
-tensor.
+"""Chunks into which the tensors of a checkpoint are divided. Each chunk is a run of the tensor's bytes, and all chunks
+in order form the tensor.
 """
 
 from __future__ import annotations

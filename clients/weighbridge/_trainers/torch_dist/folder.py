@@ -1,11 +1,11 @@
 """Layout of a torch_dist checkpoint of Megatron-core: of existing folders, and of new ones.
 
-Such a folder is also a checkpoint of ``torch.distributed.checkpoint`` (DCP). It contains ``.metadata``, which lists all entries and the
-parts (chunks) in which each tensor is stored; files ``__<rank>_<number>.distcp``, in which chunks follow each other, each framed as
-``torch.save`` frames a tensor; and Megatron's additions, ``metadata.json`` and ``common.pt`` (since 0.19 the entry
-``common_state/shard_0_1`` instead). This module reads the folder as a `Layout`: the raw bytes of every chunk are dense and row-major at an
-offset of a file, and a plan between two layouts moves them. Tensors do not pass through torch, and their bytes do not pass through this
-module.
+Such a folder is also a checkpoint of ``torch.distributed.checkpoint`` (DCP). It contains ``.metadata``, which lists all
+entries and the parts (chunks) in which each tensor is stored; files ``__<rank>_<number>.distcp``, in which chunks
+follow each other, each framed as ``torch.save`` frames a tensor; and Megatron's additions, ``metadata.json`` and
+``common.pt`` (since 0.19 the entry ``common_state/shard_0_1`` instead). This module reads the folder as a `Layout`: the
+raw bytes of every chunk are dense and row-major at an offset of a file, and a plan between two layouts moves them.
+Tensors do not pass through torch, and their bytes do not pass through this module.
 
 - `metadata`: the files other than ``.distcp``.
 - `items`: one framed chunk.
@@ -54,10 +54,10 @@ class TorchDistCheckpoint:
     """Content of an existing checkpoint, and its places in the files.
 
     Attributes:
-        layout: all tensors, weights as well as optimizer states, and the place of each chunk's bytes. Buffers have the names of the files,
-            relative to the folder. Chunks may overlap or leave gaps; a plan detects that.
-        others: the entries that are not tensors (``..._extra_state/shard_0_1``, ``rng_state/...``), with their places; None for a place
-            that cannot be read.
+        layout: all tensors, weights as well as optimizer states, and the place of each chunk's bytes. Buffers have the
+            names of the files, relative to the folder. Chunks may overlap or leave gaps; a plan detects that.
+        others: the entries that are not tensors (``..._extra_state/shard_0_1``, ``rng_state/...``), with their places;
+            None for a place that cannot be read.
         paths: path of each entry in the saved nested state dict, if the checkpoint contains it.
         file_sizes: size in bytes of each file that the layout names.
     """
@@ -75,8 +75,8 @@ class FramedFile:
     Attributes:
         name: name of the file.
         nbytes: size of the file.
-        framing: ``(offset, bytes)`` of everything in the file other than the raw bytes of tensors, in order. Together with the placements
-            of the layout it covers the file.
+        framing: ``(offset, bytes)`` of everything in the file other than the raw bytes of tensors, in order. Together
+            with the placements of the layout it covers the file.
     """
 
     name: str
@@ -91,8 +91,8 @@ class TorchDistFiles:
     Attributes:
         files: the ``.distcp`` files.
         layout: places of the raw bytes of each shard in these files. Buffers have the names of the files.
-        metadata_files: name and content of the other files. ``.metadata`` must be written last, because a folder that contains it counts as
-            complete.
+        metadata_files: name and content of the other files. ``.metadata`` must be written last, because a folder that
+            contains it counts as complete.
     """
 
     files: tuple[FramedFile, ...]
@@ -110,8 +110,8 @@ def read_torch_dist(folder: Path) -> TorchDistCheckpoint:
 
     Raises:
         NotFound: the folder or its ``.metadata`` does not exist, or a file that ``.metadata`` names is missing.
-        DataLoss: ``.metadata`` is damaged, names something that could execute code, or contradicts itself; or a chunk is not the dense
-            row-major tensor that ``.metadata`` describes, is compressed or is cut short.
+        DataLoss: ``.metadata`` is damaged, names something that could execute code, or contradicts itself; or a chunk
+            is not the dense row-major tensor that ``.metadata`` describes, is compressed or is cut short.
         InvalidArgument: a tensor has an unsupported dtype, name or number of axes.
     """
     if not folder.is_dir():
@@ -141,20 +141,17 @@ def read_objects(folder: Path, items: Mapping[str, Item | None], most: int) -> d
     """
     nbytes = sum(item.length for item in items.values() if item is not None)
     if nbytes > most:
-        raise InvalidArgument(
-            f"the entries of {folder} that are not tensors have {nbytes} bytes, more than {most}"
-        )
+        raise InvalidArgument(f"the entries of {folder} that are not tensors have {nbytes} bytes, more than {most}")
     found = {}
     for name, item in items.items():
         if item is None:
-            raise DataLoss(
-                f"{METADATA_FILE} of {folder} does not contain a readable location of {shown(name)}"
-            )
+            raise DataLoss(f"{METADATA_FILE} of {folder} does not contain a readable location of {shown(name)}")
         with open_file(folder, item.file) as (fd, _):
             found[name] = os.pread(fd, item.length, item.offset)
         if len(found[name]) != item.length:
             raise DataLoss(
-                f"{shown(name)} in {item.file} at {item.offset}: it should have {item.length} bytes, but the file ends earlier"
+                f"{shown(name)} in {item.file} at {item.offset}: it should have {item.length} "
+                "bytes, but the file ends earlier"
             )
     return found
 
@@ -176,7 +173,10 @@ def read_common(folder: Path, most: int) -> bytes | None:
 
 
 def iterations_in(folder: Path) -> list[str]:
-    """Return the names of the newest subfolders that contain a checkpoint. Training loops write one for each iteration."""
+    """Return the names of the newest subfolders that contain a checkpoint.
+
+    Training loops write one for each iteration.
+    """
     return sorted(path.parent.name for path in folder.glob(f"*/{METADATA_FILE}"))[-3:]
 
 
@@ -193,7 +193,10 @@ def _read_metadata(folder: Path) -> bytes:
         if inner:
             fix = f"give the folder of one checkpoint, such as {', '.join(inner)}"
         else:
-            fix = "give the folder that holds .metadata and the .distcp files, as Megatron-core (torch_dist) and torch.distributed.checkpoint write them"
+            fix = (
+                "give the folder that holds .metadata and the .distcp files, as Megatron-core "
+                "(torch_dist) and torch.distributed.checkpoint write them"
+            )
         found = f", only {CONFIG_FILE}" if (folder / CONFIG_FILE).exists() else ""
         raise NotFound(
             f"{folder} is not a torch_dist or DCP checkpoint: it has no {METADATA_FILE}{found}", fix=fix
@@ -270,25 +273,26 @@ def lay_out_torch_dist(
     paths: Mapping[str, KeyPath] | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> TorchDistFiles:
-    """Arrange shards as a checkpoint that ``torch.distributed.checkpoint`` and Megatron's ``dist_checkpointing`` can load.
+    """Arrange shards as a checkpoint that ``torch.distributed.checkpoint`` and Megatron's ``dist_checkpointing`` can
+    load.
 
-    Every shard becomes one chunk; chunks have the order of the shards. Replicas (`Shard.main` is false) and shards without elements are
-    omitted. A shard larger than ``max_file_bytes`` gets its own file. Raw bytes begin at multiples of 64. The same arguments give the same
-    bytes.
+    Every shard becomes one chunk; chunks have the order of the shards. Replicas (`Shard.main` is false) and shards
+    without elements are omitted. A shard larger than ``max_file_bytes`` gets its own file. Raw bytes begin at multiples
+    of 64. The same arguments give the same bytes.
 
     Args:
         shards: the chunks. This function does not check that they cover the tensors; a plan does.
         specs: all tensors.
         max_file_bytes: approximate maximum size of a ``.distcp`` file, including framing.
         common: values in ``common.pt``, such as ``{"iteration": 100}``, as plain Python values; or the file's content.
-        objects: entries that are not tensors, such as ``..._extra_state/shard_0_1``, with their content. Megatron expects a ``torch.save``
-            of a list with one object, torch a ``torch.save`` of the object.
+        objects: entries that are not tensors, such as ``..._extra_state/shard_0_1``, with their content. Megatron
+            expects a ``torch.save`` of a list with one object, torch a ``torch.save`` of the object.
         paths: paths of entries in a nested state dict, for torch's own tools; by default entries are at its top level.
         aliases: other names of tensors, each with the name under which the tensor is stored.
 
     Raises:
-        LayoutError: a shard does not fit into its tensor, or its tensor does not exist; two shards begin at the same place of a tensor; a
-            tensor does not have a shard; a name occurs twice or is out of bounds.
+        LayoutError: a shard does not fit into its tensor, or its tensor does not exist; two shards begin at the same
+            place of a tensor; a tensor does not have a shard; a name occurs twice or is out of bounds.
         InvalidArgument: ``max_file_bytes`` is not positive, or ``specs`` is empty.
     """
     if max_file_bytes <= 0:
@@ -325,9 +329,7 @@ def lay_out_torch_dist(
     return TorchDistFiles(tuple(writer.done()), layout, MappingProxyType(metadata_files))
 
 
-def _stored(
-    shards: Sequence[Shard], tensors: Mapping[str, TensorSpec], objects: Mapping[str, bytes]
-) -> list[Shard]:
+def _stored(shards: Sequence[Shard], tensors: Mapping[str, TensorSpec], objects: Mapping[str, bytes]) -> list[Shard]:
     """Return the shards that become chunks."""
     seen: set[tuple[str, tuple[int, ...]]] = set()
     chunks = []

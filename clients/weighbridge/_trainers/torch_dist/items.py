@@ -1,11 +1,12 @@
 """Tensors in files of ``torch.save``: the places of their bytes, and the framing around them.
 
-In the pickle a tensor is a call of ``torch._utils._rebuild_tensor_v2(storage, storage offset, size, stride, ...)`` (``_v3`` with the dtype as last
-argument, where no storage class has that dtype), in which the storage is a persistent reference ``("storage", class, key, location, number
-of elements)``; the record ``data/<key>`` contains its bytes. Source: torch/_utils.py and torch/serialization.py of torch 2.13.
+In the pickle a tensor is a call of ``torch._utils._rebuild_tensor_v2(storage, storage offset, size, stride, ...)``
+(``_v3`` with the dtype as last argument, where no storage class has that dtype), in which the storage is a persistent
+reference ``("storage", class, key, location, number of elements)``; the record ``data/<key>`` contains its bytes.
+Source: torch/_utils.py and torch/serialization.py of torch 2.13.
 
-Every chunk of a torch_dist checkpoint is such a file with one tensor, inside a larger file. Padding in the extra field of its local header
-places its raw storage at a multiple of 64 bytes from the start of the archive.
+Every chunk of a torch_dist checkpoint is such a file with one tensor, inside a larger file. Padding in the extra field
+of its local header places its raw storage at a multiple of 64 bytes from the start of the archive.
 """
 
 from __future__ import annotations
@@ -72,11 +73,10 @@ def described(call: object) -> DescribedTensor:
     if type(call) is not Instance or call.kind not in (_V2, _V3) or type(call.args) is not tuple:
         raise DataLoss("its pickle does not contain a plain tensor")
     wanted = 6 if call.kind == _V2 else 7
-    # One more argument contains torch's flags, of which the conjugate and the negative bit change the meaning of the bytes.
+    # One more argument contains torch's flags, of which the conjugate and the negative bit change the meaning of the
+    # bytes.
     if len(call.args) not in (wanted, wanted + 1) or (len(call.args) > wanted and call.args[-1]):
-        raise DataLoss(
-            "its pickle describes a tensor with a conjugate or negative bit, or of an unknown kind"
-        )
+        raise DataLoss("its pickle describes a tensor with a conjugate or negative bit, or of an unknown kind")
     storage, first, shape, stride = call.args[:4]
     match storage:
         case Persistent(key=("storage", Named(name=kind), str(key), str(), int(elements))):
@@ -103,8 +103,8 @@ def described(call: object) -> DescribedTensor:
 
 
 def located(found: DescribedTensor, archive: Archive) -> StoredTensor:
-    """Find a tensor's bytes in the archive whose pickle describes it. Raises DataLoss if its storage is missing or differs from the
-    description.
+    """Find a tensor's bytes in the archive whose pickle describes it. Raises DataLoss if its storage is missing or
+    differs from the description.
     """
     begin, end = archive.record(b"data/" + found.key.encode())
     if end - begin != found.storage_nbytes:
@@ -126,7 +126,10 @@ def _check_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """Bytes before and after the raw bytes of a tensor. All three form an archive that ``torch.load(weights_only=True)`` reads."""
+    """Bytes before and after the raw bytes of a tensor.
+
+    All three form an archive that ``torch.load(weights_only=True)`` reads.
+    """
 
     head: bytes
     tail: bytes
@@ -141,7 +144,8 @@ def find_tensor(fd: int, offset: int, length: int) -> StoredTensor:
         length: bytes of the archive; the caller has checked that the file is long enough.
 
     Raises:
-        DataLoss: this is not such an archive, or it does not contain exactly one dense row-major tensor in little-endian byte order.
+        DataLoss: this is not such an archive, or it does not contain exactly one dense row-major tensor in
+            little-endian byte order.
     """
     archive = Archive(fd, offset, length, _MAX_DIRECTORY)
     return located(_describe(archive.pickle(_MAX_PICKLE)), archive)
@@ -158,9 +162,9 @@ def frame(dtype: DType, shape: tuple[int, ...]) -> Framing:
 
     The raw bytes begin at a multiple of `ALIGNMENT` from the start of the archive.
 
-    The CRC-32 of the raw record is 0 in the archive, because computing it would require the data. Torch's reader does not check it (with
-    ``torch.serialization.set_crc32_options(False)`` torch does not write one either), but other readers of ZIP archives would reject the
-    archive.
+    The CRC-32 of the raw record is 0 in the archive, because computing it would require the data. Torch's reader does
+    not check it (with ``torch.serialization.set_crc32_options(False)`` torch does not write one either), but other
+    readers of ZIP archives would reject the archive.
     """
     import torch
 

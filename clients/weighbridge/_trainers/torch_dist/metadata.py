@@ -1,11 +1,12 @@
 """Metadata of a torch_dist checkpoint: the content of ``.metadata``, ``metadata.json`` and ``common.pt``.
 
-``.metadata`` is a pickle of ``torch.distributed.checkpoint.metadata.Metadata``: ``state_dict_metadata``, a dict of entry
-name to ``TensorStorageMetadata(properties, size, chunks)`` or ``BytesStorageMetadata()``, and ``storage_data``, a dict of
-``MetadataIndex(fqn, offset)`` to ``_StorageInfo(relative_path, offset, length)``, where the offset of an index is that of a chunk.
-Megatron-core adds all ranks' plans (``all_local_plans``), older versions ``mcore_data``; neither is needed to find a tensor.
-``metadata.json`` names Megatron's backends, and ``common.pt`` contains the values that are not sharded. Sources:
-torch/distributed/checkpoint/{metadata,filesystem}.py of torch 2.13, megatron/core/dist_checkpointing of 0.16.1.
+``.metadata`` is a pickle of ``torch.distributed.checkpoint.metadata.Metadata``: ``state_dict_metadata``, a dict of
+entry name to ``TensorStorageMetadata(properties, size, chunks)`` or ``BytesStorageMetadata()``, and ``storage_data``, a
+dict of ``MetadataIndex(fqn, offset)`` to ``_StorageInfo(relative_path, offset, length)``, where the offset of an index
+is that of a chunk. Megatron-core adds all ranks' plans (``all_local_plans``), older versions ``mcore_data``; neither is
+needed to find a tensor. ``metadata.json`` names Megatron's backends, and ``common.pt`` contains the values that are not
+sharded. Sources: torch/distributed/checkpoint/{metadata,filesystem}.py of torch 2.13, megatron/core/dist_checkpointing
+of 0.16.1.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Entries:
     Attributes:
         tensors: all tensors by name.
         chunks: every stored part of a tensor, with its place.
-        others: places of the entries that are not tensors, by name; None for a place that cannot be read from ``.metadata``.
+        others: places of the entries that are not tensors, by name; None for a place that cannot be read from
+            ``.metadata``.
         paths: path of each entry in the saved nested state dict, if ``.metadata`` contains it.
     """
 
@@ -85,8 +87,8 @@ def read_entries(data: bytes) -> Entries:
     """Read ``.metadata`` without executing code from it.
 
     Raises:
-        DataLoss: the data is not such a pickle, or names types that do not belong in one; a chunk does not fit into its tensor, occurs
-            twice or has no storage; or its storage is transformed or outside the folder.
+        DataLoss: the data is not such a pickle, or names types that do not belong in one; a chunk does not fit into its
+            tensor, occurs twice or has no storage; or its storage is transformed or outside the folder.
         InvalidArgument: a tensor has an unsupported dtype, name or number of axes.
     """
     metadata = _instance(read_pickle(data, KNOWN, METADATA_FILE), _METADATA, _MCORE_METADATA)
@@ -129,17 +131,13 @@ def _read_paths(paths: Any, entries: Mapping[str, Any]) -> dict[str, KeyPath]:
     """Return the paths of entries. Other data that planners store there is ignored."""
     if type(paths) is not dict:
         return {}
-    return {
-        name: path for name, path in paths.items() if type(name) is str and name in entries and is_path(path)
-    }
+    return {name: path for name, path in paths.items() if type(name) is str and name in entries and is_path(path)}
 
 
 def is_path(path: Any) -> bool:
     """Whether a value from a pickle is a `KeyPath`."""
     # a pickle may refer to the same tuple many times
-    return (
-        type(path) is tuple and 0 < len(path) <= _MAX_PATH and all(type(each) in (str, int) for each in path)
-    )
+    return type(path) is tuple and 0 < len(path) <= _MAX_PATH and all(type(each) in (str, int) for each in path)
 
 
 def _instance(value: Any, *kinds: str) -> Instance:
@@ -149,8 +147,8 @@ def _instance(value: Any, *kinds: str) -> Instance:
 
 
 def _read_storage(storage: Mapping[Any, Any]) -> Mapping[tuple[str, tuple[int, ...] | None], Item | str]:
-    """Return the places of chunks by entry and offset. The offset is None for an entry that is not a tensor. A place that cannot be read is
-    a sentence with the reason.
+    """Return the places of chunks by entry and offset. The offset is None for an entry that is not a tensor. A place
+    that cannot be read is a sentence with the reason.
     """
     items: dict[tuple[str, tuple[int, ...] | None], Item | str] = {}
     for index, info in storage.items():
@@ -166,8 +164,8 @@ def _read_storage(storage: Mapping[Any, Any]) -> Mapping[tuple[str, tuple[int, .
 
 
 def _is_short(sizes: Any) -> bool:
-    """Whether a tuple has at most as many items as a tensor can have axes. Reading long tuples that many entries share would take very
-    long.
+    """Whether a tuple has at most as many items as a tensor can have axes. Reading long tuples that many entries share
+    would take very long.
     """
     return type(sizes) is tuple and len(sizes) <= MAX_RANK
 

@@ -1,5 +1,5 @@
-"""Names that pickles in checkpoints of all kinds may contain. The named objects are never executed; a file that contains other names is
-refused.
+"""Names that pickles in checkpoints of all kinds may contain. The named objects are never executed; a file that
+contains other names is refused.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _OTHER_DTYPES = (
     "complex32 complex128 float8_e4m3fnuz float8_e5m2fnuz float4_e2m1fn_x2 "
     "qint8 quint8 qint32 quint4x2 bits8 bits16 int1 int2 int4 uint1 uint2 uint4"
 )
-"""Names of torch dtypes that `weighbridge._core.dtypes` does not support. They are listed so that messages can distinguish them from an
-attack.
+"""Names of torch dtypes that `weighbridge._core.dtypes` does not support. They are listed so that messages can
+distinguish them from an attack.
 """
 _PATHS = "Path PosixPath PurePath PurePosixPath WindowsPath"
 _PLACEMENTS = "Shard _StridedShard Replicate Partial"
@@ -38,7 +38,9 @@ _BY_MODULE = {
     "torch.storage": "UntypedStorage",
     # .metadata, and the plans of all ranks in it
     "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
-    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta "
+    "TensorProperties "
     "TensorStorageMetadata _MEM_FORMAT_ENCODING",
     "torch.distributed.checkpoint.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
     "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",

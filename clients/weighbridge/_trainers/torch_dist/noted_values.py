@@ -1,8 +1,8 @@
 """Values that trainers have stored in checkpoints in addition to tensors. They are read as data and never executed.
 
-The common state of Megatron-core's checkpoints describes the trained model: Megatron-LM and slime store all of their arguments, an
-`argparse.Namespace` under ``args``, in ``common.pt``; since megatron-core 0.19 in the entry ``common_state/shard_0_1`` instead. Source:
-``megatron/training/checkpointing.py`` of Megatron-LM.
+The common state of Megatron-core's checkpoints describes the trained model: Megatron-LM and slime store all of their
+arguments, an `argparse.Namespace` under ``args``, in ``common.pt``; since megatron-core 0.19 in the entry
+``common_state/shard_0_1`` instead. Source: ``megatron/training/checkpointing.py`` of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _MOST_DIRECTORY = 16 << 20
 
 
 def common_values(folder: Path, checkpoint: TorchDistCheckpoint) -> Mapping[str, Any]:
-    """Return the common state of a checkpoint, with numbers and strings unchanged; empty if the checkpoint does not have one, or it cannot
-    be read as data.
+    """Return the common state of a checkpoint, with numbers and strings unchanged; empty if the checkpoint does not
+    have one, or it cannot be read as data.
 
     Args:
         folder: folder of the checkpoint.
@@ -47,8 +47,8 @@ def trained_arguments(common: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_value(folder: Path, entry: Item | None) -> Any:
-    """Return the value that ``torch.save`` has written. Containers, numbers and strings are unchanged; everything else has the form that
-    `pickles` gives it.
+    """Return the value that ``torch.save`` has written. Containers, numbers and strings are unchanged; everything else
+    has the form that `pickles` gives it.
 
     Args:
         folder: the checkpoint.

@@ -1,10 +1,11 @@
-"""Optimizer of FSDP2 in checkpoints for which each rank has saved its own files with ``torch.save``, as verl's ``FSDPCheckpointManager``
-does.
+"""Optimizer of FSDP2 in checkpoints for which each rank has saved its own files with ``torch.save``, as verl's
+``FSDPCheckpointManager`` does.
 
-In addition to the files of the module (`rank_files`), the folder contains ``optim_world_size_<ranks>_rank_<rank>.pt``, the result of
-``optimizer.state_dict()``: the state by numbers of parameters, as DTensors and plain values, and the parameter groups. A number is the
-parameter's index among all parameters of the optimizer. verl passes ``module.parameters()`` to the optimizer, whose order is that of the
-module's DTensors, with a tied one counted once. ``extra_state_...`` contains the scheduler and random states. Source: verl 0.9
+In addition to the files of the module (`rank_files`), the folder contains ``optim_world_size_<ranks>_rank_<rank>.pt``,
+the result of ``optimizer.state_dict()``: the state by numbers of parameters, as DTensors and plain values, and the
+parameter groups. A number is the parameter's index among all parameters of the optimizer. verl passes
+``module.parameters()`` to the optimizer, whose order is that of the module's DTensors, with a tied one counted once.
+``extra_state_...`` contains the scheduler and random states. Source: verl 0.9
 (``verl/utils/checkpoint/fsdp_checkpoint_manager.py``).
 """
 
@@ -29,7 +30,9 @@ from weighbridge._trainers.torch_dist.rank_files import (
 )
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 
-_FSDP1 = "save the optimizer of FSDP2 (fully_shard); that of FSDP1 keeps flat ranges without the names of their parameters"
+_FSDP1 = (
+    "save the optimizer of FSDP2 (fully_shard); that of FSDP1 keeps flat ranges without the names of their parameters"
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class RankOptimizer:
 
 
 def read_optimizer(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> RankOptimizer | None:
-    """Find the state of an untrusted optimizer without reading tensors; None if the folder does not contain files of an optimizer.
+    """Find the state of an untrusted optimizer without reading tensors; None if the folder does not contain files of an
+    optimizer.
 
     Args:
         folder: the checkpoint.
@@ -123,7 +127,10 @@ def _tensors(names: Sequence[str], root: Any) -> dict[str, Any]:
     for index, of in state.items():
         if type(index) is not int or not 0 <= index < len(names) or type(of) is not dict:
             raise LayoutError(
-                f"the optimizer has state of parameter {shown(str(index))}, but the model has {counted(len(names), 'sharded parameter')}",
+                (
+                    f"the optimizer has state of parameter {shown(str(index))}, but the model has "
+                    f"{counted(len(names), 'sharded parameter')}"
+                ),
                 fix="build the optimizer from all of module.parameters(), in their order",
             )
         for key, value in of.items():
@@ -153,12 +160,13 @@ def _groups(groups: Any, names: Sequence[str]) -> list[dict[str, Any]]:
         if not _is_plain(options):
             raise InvalidArgument(f"group {number} of the optimizer has options that are not plain values")
         taken += members
-        made.append(
-            {"params": [names[each] if 0 <= each < len(names) else "" for each in members], **options}
-        )
+        made.append({"params": [names[each] if 0 <= each < len(names) else "" for each in members], **options})
     if sorted(taken) != list(range(len(names))):
         raise LayoutError(
-            f"the optimizer has {counted(len(taken), 'parameter')}, but the model has {counted(len(names), 'sharded one')}",
+            (
+                f"the optimizer has {counted(len(taken), 'parameter')}, but the model has "
+                f"{counted(len(names), 'sharded one')}"
+            ),
             fix="build the optimizer from all of module.parameters(), in their order",
         )
     return made

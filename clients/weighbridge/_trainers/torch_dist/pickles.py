@@ -1,10 +1,10 @@
 """Reader of untrusted pickles as data: it does not import, look up or call anything that they name.
 
-A pickle is a program for a small stack machine. `read_pickle` is such a machine for the part of the language that torch's checkpoint files
-use (protocols 2 to 5; Python's `pickletools` reads the opcodes). In it a class is only a name, `Named`, and the result of its constructor
-is an `Instance` that contains the arguments. Python's own ``pickle.Unpickler`` with a restricted ``find_class`` would still let a file of
-ten bytes allocate gigabytes (a memo index is an array index there) and hash nested tuples forever. Here the work is limited by the length
-of the file.
+A pickle is a program for a small stack machine. `read_pickle` is such a machine for the part of the language that
+torch's checkpoint files use (protocols 2 to 5; Python's `pickletools` reads the opcodes). In it a class is only a name,
+`Named`, and the result of its constructor is an `Instance` that contains the arguments. Python's own
+``pickle.Unpickler`` with a restricted ``find_class`` would still let a file of ten bytes allocate gigabytes (a memo
+index is an array index there) and hash nested tuples forever. Here the work is limited by the length of the file.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _MADE = frozenset(_CONTAINERS.values())
 _MOST_MARKS = 1000
 """Maximum depth of nested containers. Python's own pickler gives up before that."""
 _LEAST_BYTES, _FREE = 3, 4000
-"""Minimum number of bytes of a pickle for each unit of the values that it creates, and number of units that are free of this rule. It
-exists because one byte could create a set, which occupies two hundred. A tuple, a reference or an instance is one unit, a list two, and a
-dict or set four, so that a unit is about 60 bytes of memory. Torch's pickles have six bytes or more for each unit.
+"""Minimum number of bytes of a pickle for each unit of the values that it creates, and number of units that are free of
+this rule. It exists because one byte could create a set, which occupies two hundred. A tuple, a reference or an
+instance is one unit, a list two, and a dict or set four, so that a unit is about 60 bytes of memory. Torch's pickles
+have six bytes or more for each unit.
 """
 _VALUES = frozenset(
     [
@@ -63,7 +64,9 @@ class Named:
 
 
 class Instance:
-    """Record of a call in a pickle, which is not executed: the class or function, its arguments, and the ``state`` for its result."""
+    """Record of a call in a pickle, which is not executed: the class or function, its arguments, and the ``state`` for
+    its result.
+    """
 
     __slots__ = ("args", "kind", "state")
 
@@ -103,7 +106,9 @@ def are_sizes(values: Any) -> bool:
 
 
 def read_pickle(data: bytes, allowed: Mapping[str, Named] | None, what: str) -> Any:
-    """Return the value that a pickle describes. It consists of plain containers, numbers, strings, `Named`, `Instance` and `Persistent`.
+    """Return the value that a pickle describes.
+
+    It consists of plain containers, numbers, strings, `Named`, `Instance` and `Persistent`.
 
     Args:
         data: the pickle.
@@ -253,7 +258,9 @@ def _add(target: Any, items: list[Any]) -> None:
 
 
 def _key(key: Any) -> Any:
-    """Refuse keys whose hashing or lookup would take long: tuples that nest the same tuple many times, and integers with the same hash."""
+    """Refuse keys whose hashing or lookup would take long: tuples that nest the same tuple many times, and integers
+    with the same hash.
+    """
     kind = type(key)
     # An Instance is equal only to itself, so readers of a mapping with such keys check for duplicates themselves.
     if kind is str or kind is Instance or kind is Named or _is_small(key):

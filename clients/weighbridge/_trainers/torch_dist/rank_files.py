@@ -1,10 +1,12 @@
-"""FSDP checkpoints in which each rank has saved its state dict with ``torch.save``, as verl's ``FSDPCheckpointManager`` does.
+"""FSDP checkpoints in which each rank has saved its state dict with ``torch.save``, as verl's ``FSDPCheckpointManager``
+does.
 
-A folder contains the files ``model_world_size_<ranks>_rank_<rank>.pt``; `optimizer_rank_files` reads the files of optimizers
-(``optim_...``). Each file contains a dict of DTensors (FSDP2, and FSDP1 over a device mesh), ShardedTensors (FSDP1), and plain tensors,
-which all ranks have whole. Each tensor describes which part of the whole tensor it is, so the files form a `Layout`. They are read as data,
-whichever classes they name: their code is not executed, and their tensors are not loaded. Sources: verl 0.9
-(``verl/utils/checkpoint/fsdp_checkpoint_manager.py``); ``torch.distributed.tensor``, ``device_mesh`` and ``_shard`` of torch 2.13.
+A folder contains the files ``model_world_size_<ranks>_rank_<rank>.pt``; `optimizer_rank_files` reads the files of
+optimizers (``optim_...``). Each file contains a dict of DTensors (FSDP2, and FSDP1 over a device mesh), ShardedTensors
+(FSDP1), and plain tensors, which all ranks have whole. Each tensor describes which part of the whole tensor it is, so
+the files form a `Layout`. They are read as data, whichever classes they name: their code is not executed, and their
+tensors are not loaded. Sources: verl 0.9 (``verl/utils/checkpoint/fsdp_checkpoint_manager.py``);
+``torch.distributed.tensor``, ``device_mesh`` and ``_shard`` of torch 2.13.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 
 _FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,7})_rank_(\d{1,7})\.pt")
 _MAX_PICKLE = 64 << 20
-"""Maximum size of a pickle that is read. A pickle of 20,000 tensors has about 20 MB. The values that a pickle describes need up to 26 times
-as much memory.
+"""Maximum size of a pickle that is read. A pickle of 20,000 tensors has about 20 MB. The values that a pickle describes
+need up to 26 times as much memory.
 """
 _MOST_TIED = 4
 """Maximum number of names that a byte of a file may have on average, because of tied tensors."""
@@ -50,7 +52,10 @@ _NAMED = 20
 
 
 class _Piece(NamedTuple):
-    """A box of a tensor, and the offset of its first element in the local tensor. The elements of the box are contiguous there."""
+    """A box of a tensor, and the offset of its first element in the local tensor.
+
+    The elements of the box are contiguous there.
+    """
 
     box: Box
     local: DescribedTensor
@@ -72,12 +77,14 @@ def has_rank_files(folder: Path) -> bool:
 def read_rank_files(folder: Path) -> TorchDistCheckpoint:
     """Find all tensors of a checkpoint, trusting nothing in it and reading no weights.
 
-    If several ranks hold equal boxes, those of the first rank are used. Entries that are not tensors are among `others`, without a place.
+    If several ranks hold equal boxes, those of the first rank are used. Entries that are not tensors are among
+    `others`, without a place.
 
     Raises:
         NotFound: the folder does not exist, or the file of a rank is missing.
         DataLoss: a file is damaged, cut short, or contains names that do not belong in such a checkpoint.
-        InvalidArgument: a tensor has an unsupported dtype or name, or the folder contains checkpoints of several numbers of ranks.
+        InvalidArgument: a tensor has an unsupported dtype or name, or the folder contains checkpoints of several
+            numbers of ranks.
         LayoutError: ranks disagree about a tensor, or the part that a rank holds is not known (names each tensor).
     """
     return read_files(folder, files_of(folder), lambda root: root)
@@ -136,9 +143,7 @@ def read_files(folder: Path, files: Sequence[str], entries_of: Callable[[Any], A
         )
     nbytes = sum(spec.nbytes for spec in specs.values())
     if nbytes > _MOST_TIED * most.nbytes:
-        raise DataLoss(
-            f"the tensors of {folder} have {nbytes} bytes, but its files together have {most.nbytes}"
-        )
+        raise DataLoss(f"the tensors of {folder} have {nbytes} bytes, but its files together have {most.nbytes}")
     layout = Layout(MappingProxyType(specs), tuple(placed.values()))
     return TorchDistCheckpoint(layout, others, {}, MappingProxyType(sizes))
 
@@ -165,8 +170,8 @@ def open_rank_file(folder: Path, file: str) -> Iterator[tuple[Archive, Any]]:
 
 
 def sharded_parameters(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Return the tensors of a module that ranks share as DTensors, with their shapes, in the module's order; and other names of tied
-    tensors, each with the first name.
+    """Return the tensors of a module that ranks share as DTensors, with their shapes, in the module's order; and other
+    names of tied tensors, each with the first name.
 
     Raises:
         The errors of `read_rank_files`.
@@ -290,7 +295,7 @@ def _placement(shard: Shard, spec: TensorSpec, piece: _Piece, archive: Archive, 
     return Placement(shard, file, stored.offset + piece.first * size, piece.box.volume * size)
 
 
-# -- ShardedTensor --------------------------------------------------------------------------------------------------------
+# -- ShardedTensor -----------------------------------------------------------------------------------------------------
 
 
 def _of_sharded(state: Any) -> Iterator[_Piece]:
@@ -305,7 +310,7 @@ def _of_sharded(state: Any) -> Iterator[_Piece]:
         yield _Piece(Box(offset, extent), local, 0)
 
 
-# -- DTensor --------------------------------------------------------------------------------------------------------------
+# -- DTensor -----------------------------------------------------------------------------------------------------------
 
 
 def _of_dtensor(shape: tuple[int, ...], state: Any, most: int) -> Iterator[_Piece]:
@@ -335,11 +340,7 @@ def _of_dtensor(shape: tuple[int, ...], state: Any, most: int) -> Iterator[_Piec
             raise LayoutError(f"its placement is {kind or 'unknown'}: its parts have not been summed")
         says = _fields(placement)
         axis, pieces = says.get("dim", -1), says.get("split_factor", 1)
-        if (
-            not are_sizes((axis, pieces))
-            or axis >= len(shape)
-            or not (rank < ranks <= most and 0 < pieces <= most)
-        ):
+        if not are_sizes((axis, pieces)) or axis >= len(shape) or not (rank < ranks <= most and 0 < pieces <= most):
             raise DataLoss("one of its placements is invalid")
         parts *= pieces
         if parts > most**2:  # each part belongs to the ranks on other axes of the mesh
@@ -357,8 +358,8 @@ def _of_dtensor(shape: tuple[int, ...], state: Any, most: int) -> Iterator[_Piec
 
 
 def _mesh_shape(mesh: Mapping[Any, Any]) -> tuple[int, ...]:
-    """Return the shape of a ``DeviceMesh``: until torch 2.8 from the tensor of its ranks, later from its layout, which in torch 2.13 has an
-    entry for each axis.
+    """Return the shape of a ``DeviceMesh``: until torch 2.8 from the tensor of its ranks, later from its layout, which
+    in torch 2.13 has an entry for each axis.
     """
     ranks = mesh.get("mesh")
     if ranks is not None:
@@ -376,7 +377,7 @@ def _mesh_shape(mesh: Mapping[Any, Any]) -> tuple[int, ...]:
     return extents
 
 
-# -- what pickles hold ----------------------------------------------------------------------------------------------------
+# -- what pickles hold -------------------------------------------------------------------------------------------------
 
 
 def _items(value: Any, least: int) -> tuple[Any, ...]:
@@ -400,7 +401,10 @@ def _fields(value: Any) -> Mapping[Any, Any]:
 
 
 def _fields_of(state: Any) -> Mapping[Any, Any]:
-    """Return the attributes in a state. For classes with slots the state is a pair, and its second item contains the attributes in slots."""
+    """Return the attributes in a state.
+
+    For classes with slots the state is a pair, and its second item contains the attributes in slots.
+    """
     if type(state) is tuple and len(state) == 2:
         state = state[1]
     if type(state) is not dict:

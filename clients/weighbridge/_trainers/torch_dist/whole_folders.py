@@ -1,5 +1,5 @@
-"""Folders that appear when they are complete. Until then their files are in a sibling folder with another name, which is removed if
-anything fails.
+"""Folders that appear when they are complete. Until then their files are in a sibling folder with another name, which
+is removed if anything fails.
 """
 
 from __future__ import annotations

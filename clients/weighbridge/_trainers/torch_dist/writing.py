@@ -43,7 +43,10 @@ def write_torch_dist(
 
 
 def _content(file: FramedFile, taken: _Taken) -> Iterator[bytes | memoryview]:
-    """Yield the content of a file from its first to its last byte. The stream fills the parts that framing does not cover."""
+    """Yield the content of a file from its first to its last byte.
+
+    The stream fills the parts that framing does not cover.
+    """
     position = 0
     for offset, framing in file.framing:
         yield from taken.next(offset - position)

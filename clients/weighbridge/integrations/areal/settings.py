@@ -1,4 +1,6 @@
-"""Settings of AReaL's actors, from the environment: AReaL's configuration accepts no foreign keys, but AReaL passes the environment to workers."""
+"""Settings of AReaL's actors, from the environment: AReaL's configuration accepts no foreign keys, but AReaL passes the
+environment to workers.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,13 @@ _LONGEST_SECONDS = 7200.0
 
 @dataclass(frozen=True)
 class Settings(UpdateSettings):
-    """Settings of an actor. The folder is AReaL's ``actor.path``, or the name of one on the Hub whose files this machine has.
+    """Settings of an actor.
+
+    The folder is AReaL's ``actor.path``, or the name of one on the Hub whose files this machine has.
 
     Attributes:
-        timeout_seconds: time within which the shards of all ranks must arrive; the same time applies again to the load by rollouts.
+        timeout_seconds: time within which the shards of all ranks must arrive; the same time applies again to the load
+            by rollouts.
     """
 
     timeout_seconds: float = _TIMEOUT_SECONDS
@@ -38,11 +43,10 @@ class Settings(UpdateSettings):
             environment: environment of the process.
 
         Raises:
-            InvalidArgument: no model is named, AReaL is configured to update weights by NCCL, or the timeout is not a valid number.
+            InvalidArgument: no model is named, AReaL is configured to update weights by NCCL, or the timeout is not a
+                valid number.
         """
-        said: dict[str, Any] = {
-            name: environment[each] for name, each in _VARIABLES.items() if environment.get(each)
-        }
+        said: dict[str, Any] = {name: environment[each] for name, each in _VARIABLES.items() if environment.get(each)}
         if "model" not in said:
             raise InvalidArgument(
                 f"{MODEL} does not name the model that the actors push",
@@ -83,6 +87,9 @@ def _timeout(said: str | None) -> float:
     if not 0.0 < found < _LONGEST_SECONDS:
         raise InvalidArgument(
             f"{TIMEOUT} is {said!r}",
-            fix=f"set a number of seconds, less than the {_LONGEST_SECONDS:g} after which AReaL's ranks give up waiting for each other",
+            fix=(
+                f"set a number of seconds, less than the {_LONGEST_SECONDS:g} after which AReaL's "
+                "ranks give up waiting for each other"
+            ),
         )
     return found

@@ -1,6 +1,8 @@
-"""Weight updates on the ranks of an AReaL actor: each rank pushes its own shards, and rank 0 makes the rollouts load the version.
+"""Weight updates on the ranks of an AReaL actor: each rank pushes its own shards, and rank 0 makes the rollouts load
+the version.
 
-AReaL's own updates gather the model on rank 0 or for a broadcast, while generation is paused. Here it is paused only while engines load.
+AReaL's own updates gather the model on rank 0 or for a broadcast, while generation is paused. Here it is paused only
+while engines load.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class UpdatesByWeighbridge:
 
     pushed: PushHandle | None = None
     _ticket = ""
-    """Ticket that, with the number of the update, joins the ranks' pushes into one version; empty until all ranks know that they can push."""
+    """Ticket that, with the number of the update, joins the ranks' pushes into one version; empty until all ranks know
+    that they can push.
+    """
     _updates = 0
     """Number of updates that this rank has begun."""
     _left: tuple[Path, ...] = ()
@@ -50,14 +54,15 @@ class UpdatesByWeighbridge:
     def update_weights(self: Any, meta: Any) -> None:
         """Push a version and make all rollouts load it. All ranks call it.
 
-        The version is downloaded to AReaL's own folder (``cluster.fileroot``, which its nodes share). LoRA adapters, which are small, use AReaL's own
-        update.
+        The version is downloaded to AReaL's own folder (``cluster.fileroot``, which its nodes share). LoRA adapters,
+        which are small, use AReaL's own update.
 
         Args:
             meta: AReaL's ``WeightUpdateMeta``, of type ``disk``.
 
         Raises:
-            RanksFailed: on all ranks, if it failed on any. If ranks could not push, rollouts were not changed. Generation always resumes.
+            RanksFailed: on all ranks, if it failed on any. If ranks could not push, rollouts were not changed.
+                Generation always resumes.
         """
         if meta.use_lora:
             super().update_weights(meta)  # type: ignore[misc]  # AReaL's, by the class that this is mixed into
@@ -87,9 +92,7 @@ class UpdatesByWeighbridge:
         self._updates += 1
         request_id = f"{self._ticket}/{self._updates}"
         try:
-            number: int = agree(
-                ranks, "the weights were not pushed", lambda: self._push(ranks, request_id, meta)
-            )
+            number: int = agree(ranks, "the weights were not pushed", lambda: self._push(ranks, request_id, meta))
         except RanksFailed:
             self._ticket = ""
             raise
@@ -112,15 +115,13 @@ class UpdatesByWeighbridge:
         return self._settings.trainer()
 
     def _begin(self: Any, ranks: ProcessGroup) -> str:
-        """Check that this rank can push, before the first update and after a failed one: otherwise the other ranks would wait for it. Rank 0
-        registers the model.
+        """Check that this rank can push, before the first update and after a failed one: otherwise the other ranks
+        would wait for it. Rank 0 registers the model.
 
         Returns:
             A ticket for the following updates.
         """
-        with (
-            self._offload_aware_context()
-        ):  # before any step that may fail: onload and offload wait for all ranks
+        with self._offload_aware_context():  # before any step that may fail: onload and offload wait for all ranks
             settings, client = self._settings, self._client
             self.shards()
             if ranks.rank == 0:
@@ -149,7 +150,9 @@ class UpdatesByWeighbridge:
         return int(handle.number)
 
     def _bring(self: Any, number: int, meta: Any) -> None:
-        """Download a version while engines generate, and make them load it the way AReaL makes them load its own saves."""
+        """Download a version while engines generate, and make them load it the way AReaL makes them load its own
+        saves.
+        """
         if meta.path is None:
             raise FailedPrecondition(
                 "AReaL does not name the folder from which rollouts read weights",

@@ -1,10 +1,12 @@
-"""Contract between an engine's rank and the service: record which slices the rank needs, prepare, agree, apply, discard, status.
+"""Contract between an engine's rank and the service: record which slices the rank needs, prepare, agree, apply,
+discard, status.
 
-An adapter describes the engine's model as an `EngineModel` and calls an `EngineRank`; docs/engines.md shows how to add an engine.
+An adapter describes the engine's model as an `EngineModel` and calls an `EngineRank`; docs/engines.md shows how to add
+an engine.
 """
 
-# May import: `follow`, `_lazy`, `_reporting`, `_clients` and folders below, and no engine. `source` and `fitting` need no torch. What a rank says of its versions
-# is `weighbridge.follow.status`.
+# May import: `follow`, `_lazy`, `_reporting`, `_clients` and folders below, and no engine. `source` and `fitting` need
+# no torch. What a rank says of its versions is `weighbridge.follow.status`.
 #
 # - `source`: service and model that versions come from.
 # - `agreement`: the port to the other ranks, and the one way in which they agree.

@@ -29,7 +29,10 @@ class Ranks(Protocol):
         """Number of ranks."""
 
     def all_gather_object(self, mine: T) -> list[T]:
-        """Gather one object from each rank, in the order of ranks; objects are pickled. A collective: all ranks call it, in the same order."""
+        """Gather one object from each rank, in the order of ranks; objects are pickled.
+
+        A collective: all ranks call it, in the same order.
+        """
 
 
 class OneRank:

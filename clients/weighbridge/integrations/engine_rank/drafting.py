@@ -1,7 +1,8 @@
 """Speculative decoding: the target model and its drafter are updated together.
 
-Both load the same version, or the drafter has its own versions. Shared tensors, such as embeddings and output layers, belong to the target model.
-Only its loader fills them, because the engine discards the values from the drafter's loader when it shares the tensors.
+Both load the same version, or the drafter has its own versions. Shared tensors, such as embeddings and output layers,
+belong to the target model. Only its loader fills them, because the engine discards the values from the drafter's loader
+when it shares the tensors.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def of_drafter(source: Source) -> Source:
 def unshared(
     target: torch.nn.Module, drafter: torch.nn.Module, twin: Callable[[torch.Tensor], torch.Tensor] = twin_of
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Temporarily replace the tensors that a drafter shares with its model by tensors without storage, for its loader to fill.
+    """Temporarily replace the tensors that a drafter shares with its model by tensors without storage, for its loader
+    to fill.
 
     Each place gets its own tensor, as in a newly created drafter, so that its loader finds all names.
 
@@ -123,9 +125,7 @@ def unshared(
     ]
     try:
         for place, found in shared:
-            place.update(
-                {n: made(t) if isinstance(t, torch.Tensor) else _copy(t, made) for n, t in found.items()}
-            )
+            place.update({n: made(t) if isinstance(t, torch.Tensor) else _copy(t, made) for n, t in found.items()})
         yield twins
     finally:
         for place, found in shared:  # a loader may have put others in place of what is not shared
@@ -149,7 +149,8 @@ def joined(of_target: Recording, of_drafter: Recording, version: object, prefix:
     """Combined recording of both loaders.
 
     Args:
-        of_target, of_drafter: recording of each loader, over the targets of both; the drafter's was made inside `unshared`.
+        of_target, of_drafter: recording of each loader, over the targets of both; the drafter's was made inside
+            `unshared`.
         version: name of the drafter's version in errors.
         prefix: prefix of the drafter's tensors if it has its own version; empty if both load the same version.
 
@@ -170,9 +171,7 @@ def joined(of_target: Recording, of_drafter: Recording, version: object, prefix:
     taken = {step.tensor for step in own if isinstance(step, RecordedCopy)}
     specs = (prefixed(spec, prefix) for spec in of_drafter.specs.values())
     unwritten = {
-        name: of_drafter.unwritten.get(name, 0)
-        if name.startswith(PREFIX)
-        else of_target.unwritten.get(name, 0)
+        name: of_drafter.unwritten.get(name, 0) if name.startswith(PREFIX) else of_target.unwritten.get(name, 0)
         for name in {**of_target.unwritten, **of_drafter.unwritten}
     }
     return Recording(

@@ -1,7 +1,7 @@
 """Checks of a version against the engine that will load it.
 
-An engine's loader may silently skip tensors that it has no parameter for: with two additional experts or layers, it would load the rest without an
-error.
+An engine's loader may silently skip tensors that it has no parameter for: with two additional experts or layers, it
+would load the rest without an error.
 """
 
 from __future__ import annotations
@@ -16,11 +16,30 @@ from weighbridge._core.text.counts import first_lines, named
 from weighbridge.errors import FailedPrecondition
 
 _FIELDS = (
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "num_experts", "num_local_experts",
-    "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
-    "first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-)  # fmt: skip
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+    "attention_bias",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "first_k_dense_replace",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
 """Settings that determine which tensors exist and their sizes."""
 _MOST_NAMED = 8
 _FIX = "start an engine from this version"
@@ -57,7 +76,8 @@ def check_config(engine: Any, config: bytes, version: object) -> None:
     found = json.loads(config)
     wrong = []
     for field in _FIELDS:
-        # by attribute: newer releases of transformers write some under another name. SGLang pads heads on CPUs and keeps the original number
+        # by attribute: newer releases of transformers write some under another name. SGLang pads heads on CPUs and
+        # keeps the original number
         ours = getattr(engine, f"original_{field}", getattr(engine, field, None))
         theirs = found.get(field)
         if ours is not None and theirs is not None and ours != theirs:

@@ -38,7 +38,9 @@ from weighbridge.integrations.engine_rank.storageless import storageless, target
 log = logging.getLogger(__name__)
 
 _MANY_STEPS, _MANY_STEPS_A_TARGET = 2048, 4
-"""Number of copies of a version, in total and per parameter, from which staging is faster: for experts that engines stack."""
+"""Number of copies of a version, in total and per parameter, from which staging is faster: for experts that engines
+stack.
+"""
 
 Rest = Sequence[tuple[str, torch.Tensor]]
 """Names and tensors, in host memory, for which the model's own loader must run at each update."""
@@ -51,19 +53,21 @@ class EngineAsleep(FailedPrecondition):
 class EngineModel(ABC):
     """A model that computes with the same parameters that its own ``load_weights`` fills in place.
 
-    A subclass states which ranks the model is sharded over, and what its loader's choices depend on. It overrides the other methods if the engine
-    repacks its weights or loads them in its own way.
+    A subclass states which ranks the model is sharded over, and what its loader's choices depend on. It overrides the
+    other methods if the engine repacks its weights or loads them in its own way.
 
     Args:
         model: a `torch.nn.Module`, with a ``load_weights`` unless `load` is overridden.
 
     Attributes:
         kind: kind of the engine in lists of the service's engines; an engine without a kind is not reported.
-        place: reserved memory on the parameters' device where a version is staged before it is applied; None if there is none.
+        place: reserved memory on the parameters' device where a version is staged before it is applied; None if there
+            is none.
         staging: lock that is held by the thread that stages a version.
-        drafter: the model that drafts for this one in speculative decoding and is filled by updates; None if there is none.
-        apart: name, for errors, of a drafter that versions of this model do not fill; empty if there is none. Updates may include versions of its
-            own.
+        drafter: the model that drafts for this one in speculative decoding and is filled by updates; None if there is
+            none.
+        apart: name, for errors, of a drafter that versions of this model do not fill; empty if there is none. Updates
+            may include versions of its own.
         aside: that drafter, until its first own version arrives; None if it is not in this process or not known.
     """
 
@@ -114,13 +118,12 @@ class EngineModel(ABC):
             self.join(self.aside, self.apart)
             self.place = place
         if self.drafter is None or not self.apart:
-            has = (
-                "its drafter is a part of the policy's versions"
-                if self.drafter
-                else "it has no known drafter"
-            )
+            has = "its drafter is a part of the policy's versions" if self.drafter else "it has no known drafter"
             raise FailedPrecondition(
-                f"the engine does not accept a version of a drafter in addition to the policy's, such as {draft}: {has}",
+                (
+                    "the engine does not accept a version of a drafter in addition to the "
+                    f"policy's, such as {draft}: {has}"
+                ),
                 fix=WITHOUT if self.apart else "name no drafter for this engine",
             )
 
@@ -131,14 +134,16 @@ class EngineModel(ABC):
 
     @abstractmethod
     def configuration(self) -> str:
-        """A string that is equal whenever the loader makes the same choices: the engine's release and parallelism, this rank, the model's
-        configuration. It need not contain the names, shapes and dtypes of tensors and parameters. It is compared before each version; if it has
-        changed, the loader is recorded again.
+        """A string that is equal whenever the loader makes the same choices: the engine's release and parallelism, this
+        rank, the model's configuration. It need not contain the names, shapes and dtypes of tensors and parameters. It
+        is compared before each version; if it has changed, the loader is recorded again.
         """
 
     @property
     def config(self) -> Any:
-        """The Hugging Face configuration of the model, which is compared with each version's; None skips the comparison."""
+        """The Hugging Face configuration of the model, which is compared with each version's; None skips the
+        comparison.
+        """
         return getattr(self.model if self.drafter is None else self.model.target, "config", None)
 
     @property
@@ -151,7 +156,10 @@ class EngineModel(ABC):
         return self.model.load_weights(tensors)
 
     def targets(self) -> Mapping[str, torch.Tensor]:
-        """Parameters and buffers, by name, that the loader may write to. Tensors that share memory appear once, under their first name."""
+        """Parameters and buffers, by name, that the loader may write to.
+
+        Tensors that share memory appear once, under their first name.
+        """
         return targets_of(self.model)
 
     def storageless(self) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
@@ -163,8 +171,8 @@ class EngineModel(ABC):
         return 0
 
     def record(self, source: lazy.Source) -> lazy.Recording:
-        """Record which slices this rank needs of any version with the same tensors as this one. Called in the engine's own thread while the model
-        does not compute.
+        """Record which slices this rank needs of any version with the same tensors as this one. Called in the engine's
+        own thread while the model does not compute.
 
         Raises:
             FailedPrecondition: the loader does not accept the version, or would leave a parameter without a value.
@@ -180,18 +188,18 @@ class EngineModel(ABC):
     def record_on(
         self, targets: Mapping[str, torch.Tensor], source: lazy.Source, configuration: str | None
     ) -> lazy.Recording:
-        """Run the loader over these targets, or reuse the earlier recording for this configuration, and check that no parameter is left out.
+        """Run the loader over these targets, or reuse the earlier recording for this configuration, and check that no
+        parameter is left out.
 
         Raises:
-            FailedPrecondition: the loader does not accept the version (the error names the last tensor that it received), or a parameter gets no
-                value.
+            FailedPrecondition: the loader does not accept the version (the error names the last tensor that it
+                received), or a parameter gets no value.
             LayoutError: a part of a tensor was copied to a place where it does not fit; names the tensor.
         """
         named = dict(self.model.named_parameters())
-        own = {
-            name: each for name, each in named.items() if self.drafter is not None and name.startswith(PREFIX)
-        }
-        # the model before its drafter: a tensor that does not fit the model itself must not cause the drafter to be left behind
+        own = {name: each for name, each in named.items() if self.drafter is not None and name.startswith(PREFIX)}
+        # the model before its drafter: a tensor that does not fit the model itself must not cause the drafter to be
+        # left behind
         kind = type(self.model if self.drafter is None else self.model.target)
         found = self._recorded(self.load, kind, targets, source, configuration)
         if not found.unrecorded:
@@ -259,7 +267,10 @@ class EngineModel(ABC):
         except Exception as error:
             where = f" at {last[-1]}" if last else ""
             raise FailedPrecondition(
-                f"the engine's loader cannot load {source.version}: it failed{where} with {type(error).__name__}: {error}",
+                (
+                    f"the engine's loader cannot load {source.version}: it failed{where} with "
+                    f"{type(error).__name__}: {error}"
+                ),
                 fix="start the engine with the configuration of this model",
             ) from error
 
@@ -273,8 +284,8 @@ class EngineModel(ABC):
         recording.check(self.targets())
 
     def live(self, recording: lazy.Recording) -> tuple[Mapping[str, torch.Tensor], Mapping[str, str]]:
-        """Parameters that the model uses as they were loaded, by the names of the recording's targets; and for each other parameter the reason why
-        its bytes differ from those of a version. Called while the model may compute.
+        """Parameters that the model uses as they were loaded, by the names of the recording's targets; and for each
+        other parameter the reason why its bytes differ from those of a version. Called while the model may compute.
         """
         targets = self.targets()
         seen = {
@@ -285,8 +296,8 @@ class EngineModel(ABC):
         return seen, unseen(self.model, recording, seen)
 
     def computed_with(self) -> Mapping[str, torch.Tensor]:
-        """All tensors with elements that the model has now, by name, whether loaded or derived from loaded tensors; shared tensors under each of
-        their names.
+        """All tensors with elements that the model has now, by name, whether loaded or derived from loaded tensors;
+        shared tensors under each of their names.
         """
         kinds = (self.model.named_parameters, self.model.named_buffers)
         found = {name: tensor for kind in kinds for name, tensor in kind(remove_duplicate=False)}
@@ -297,7 +308,10 @@ class EngineModel(ABC):
         return {}
 
     def load_again(self, source: lazy.Source) -> None:
-        """Load a version over the current weights with the model's own loader, while the model does not compute. The recording is not used."""
+        """Load a version over the current weights with the model's own loader, while the model does not compute.
+
+        The recording is not used.
+        """
         if self.drafter is not None:
             with unshared(self.model.target, self.drafter):
                 self.drafter.load_weights(of_drafter(source).tensors())
@@ -315,12 +329,16 @@ class EngineModel(ABC):
             if not cuda_copies.is_mapped(target.data_ptr()):
                 raise EngineAsleep(
                     f"the engine sleeps: {name} has no memory",
-                    fix="wake its weights up, and update it again; vLLM applies the version on wake-up if when_asleep is wait",
+                    fix=(
+                        "wake its weights up, and update it again; vLLM applies the version on "
+                        "wake-up if when_asleep is wait"
+                    ),
                 )
 
     def staging_place(self, recording: lazy.Recording) -> lazy.StagingPlace | None:
-        """Place where a version is staged before it is applied: reserved GPU memory if there is any; else pinned host memory, if the version has so
-        many tensors that launching their copies takes longer than transferring their bytes; None to leave the bytes where they arrive.
+        """Place where a version is staged before it is applied: reserved GPU memory if there is any; else pinned host
+        memory, if the version has so many tensors that launching their copies takes longer than transferring their
+        bytes; None to leave the bytes where they arrive.
         """
         if self.place is not None or not self.pin:
             return self.place
@@ -343,8 +361,9 @@ class EngineModel(ABC):
         return self._host_place
 
     def process_staged(self, update: lazy.Update, recording: lazy.Recording) -> int:
-        """Process staged parameters into the form that the engine computes with, as far as that requires no live tensor. Called in another thread
-        while the model computes, once the staged bytes are verified to be those of the version.
+        """Process staged parameters into the form that the engine computes with, as far as that requires no live
+        tensor. Called in another thread while the model computes, once the staged bytes are verified to be those of the
+        version.
 
         Args:
             update: the staged update.
@@ -356,12 +375,13 @@ class EngineModel(ABC):
         return 0
 
     def bring_rest(self, client: EngineClient, source: lazy.Source, recording: lazy.Recording) -> Rest:
-        """Fetch the tensors of a version that the recording does not cover, usually none. Called in another thread while the model computes."""
+        """Fetch the tensors of a version that the recording does not cover, usually none.
+
+        Called in another thread while the model computes.
+        """
         if not recording.unrecorded:
             return []
-        return list(
-            client.pull(source.version.model, source.version.number, FullTensors(tuple(recording.unrecorded)))
-        )
+        return list(client.pull(source.version.model, source.version.number, FullTensors(tuple(recording.unrecorded))))
 
     def fill(self, update: lazy.Update, recording: lazy.Recording, rest: Rest) -> None:
         """Write a fetched version into the parameters, while the model does not compute.
@@ -383,7 +403,9 @@ def _of_drafter(configuration: str | None) -> str | None:
 
 @functools.cache
 def _loader_digest(kind: type) -> str:
-    """Digest of the source files that define the loader of a model's class: another package may change while the engine's release does not."""
+    """Digest of the source files that define the loader of a model's class: another package may change while the
+    engine's release does not.
+    """
     digest = hashlib.sha256()
     loaders = [vars(each)["load_weights"] for each in kind.__mro__ if "load_weights" in vars(each)]
     for code in (getattr(inspect.unwrap(loader), "__code__", None) for loader in loaders):

@@ -1,4 +1,6 @@
-"""Preparation of a version: recording of its loader, checks, and the fetch of its bytes to host memory in a separate thread while the engine serves."""
+"""Preparation of a version: recording of its loader, checks, and the fetch of its bytes to host memory in a separate
+thread while the engine serves.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +61,7 @@ class Recorded:
         if not isinstance(found, lazy.Pair):
             return Recorded(found.version.model, found.specs, configuration, recording)
         mine = found.drafter
-        return Recorded(
-            found.version.model, found.specs, configuration, recording, mine.version.model, mine.specs
-        )
+        return Recorded(found.version.model, found.specs, configuration, recording, mine.version.model, mine.specs)
 
     def is_of(self, source: ModelSource, configuration: str) -> bool:
         """Whether this recording applies to versions of a source."""
@@ -217,9 +217,7 @@ class Preparation:
             torch.cuda.set_device(self._device)
         with ExitStack() as stack:
             early = self._stage_early(engine, client, stack) if self._early else None
-            self._update = update = lazy.Update(
-                self.recorded.recording, self._incoming(engine, client, early)
-            )
+            self._update = update = lazy.Update(self.recorded.recording, self._incoming(engine, client, early))
             self._note("planned")
             update.prepare(pin=engine.pin)
             self._note("brought")
@@ -229,9 +227,7 @@ class Preparation:
                     # if it was abandoned, the place may belong to another version by now
                     self._stage(engine, update, place, early)
 
-    def _stage_early(
-        self, engine: EngineModel, client: EngineClient, stack: ExitStack
-    ) -> lazy.EarlyStaging | None:
+    def _stage_early(self, engine: EngineModel, client: EngineClient, stack: ExitStack) -> lazy.EarlyStaging | None:
         """Stage the data of a version as it arrives, until the version is ready.
 
         The staging place belongs to this preparation until the stack ends.
@@ -253,9 +249,7 @@ class Preparation:
         while not self._unwanted.is_set():
             asked = self.asked
             with suppress(DeadlineExceeded):
-                self._ready = client.wait_for(
-                    self.source.model, self.number, VersionState.READY, timeout=_LOOK_SECONDS
-                )
+                self._ready = client.wait_for(self.source.model, self.number, VersionState.READY, timeout=_LOOK_SECONDS)
                 self._note("ready")
                 return early
             if asked:  # by a caller that must not wait for ranks: the request is refused as if nothing had begun early
@@ -277,9 +271,7 @@ class Preparation:
         except (WeighbridgeError, RuntimeError) as error:  # from torch: staged data is always compared
             log.warning("%s is not staged while it arrives: %s", self.label, error)
 
-    def _incoming(
-        self, engine: EngineModel, client: EngineClient, early: lazy.EarlyStaging | None
-    ) -> lazy.Incoming:
+    def _incoming(self, engine: EngineModel, client: EngineClient, early: lazy.EarlyStaging | None) -> lazy.Incoming:
         """The incoming version, once checks show that the engine can load it."""
         recorded, recording = self.recorded, self.recorded.recording
         if early is not None and self._ready is not None and not recording.unrecorded:
@@ -291,9 +283,7 @@ class Preparation:
         check_model(engine.config, client, source.version)
         recorded.check(source)
         if not recorded.has_dtypes_of(source):
-            raise RecordingStale(
-                f"{source.version} has other dtypes than the previous version", fix="prepare it again"
-            )
+            raise RecordingStale(f"{source.version} has other dtypes than the previous version", fix="prepare it again")
         self.rest = engine.bring_rest(client, source, recording)
         if source.fetched_bytes:
             self.nbytes = recording.nbytes + source.fetched_bytes
@@ -321,9 +311,7 @@ class Preparation:
                     "%s: of %d parameters %d were staged while it arrived, and %d of these are used",
                     self.label, len(self.recorded.recording.targets), early.count, len(there),
                 )  # fmt: skip
-        except (
-            RuntimeError
-        ) as error:  # from torch: the bytes have arrived, and can be applied from where they are
+        except RuntimeError as error:  # from torch: the bytes have arrived, and can be applied from where they are
             log.warning("%s could not be copied to the memory that is reserved for it: %s", self.label, error)
 
     def _process(self, engine: EngineModel, update: lazy.Update) -> None:

@@ -47,8 +47,8 @@ _AGENT_SECONDS = 30.0
 class EngineRank:
     """Updates one model of one process from version to version.
 
-    All checks have passed, and all bytes are on the machines of all ranks, before any rank changes a parameter. If a rank fails after that, all ranks
-    roll back to their previous version.
+    All checks have passed, and all bytes are on the machines of all ranks, before any rank changes a parameter. If a
+    rank fails after that, all ranks roll back to their previous version.
 
     Args:
         engine: the model, as the engine's adapter describes it.
@@ -58,8 +58,8 @@ class EngineRank:
         source: where versions come from; None if not known.
         held: the version in the parameters; None if they belong to no version, or did not come from the service.
         clients: clients of the services that versions came from. They stay open until `close`.
-        when_asleep: policy for an update while the parameters have no memory: ``refuse`` it, or let it ``wait`` for `wake`, which then also restores
-            what sleep has discarded.
+        when_asleep: policy for an update while the parameters have no memory: ``refuse`` it, or let it ``wait`` for
+            `wake`, which then also restores what sleep has discarded.
         stale_drafter: policy for an update that leaves the engine's drafter behind: ``refuse`` it, or ``allow`` it.
     """
 
@@ -83,7 +83,10 @@ class EngineRank:
         self._lost: Held | None = None
         """Version that was in the parameters before sleep discarded them."""
         self._first = ""
-        """Version that was loaded first: a drafter that versions do not fill belongs to it. Empty once that drafter has received its own version."""
+        """Version that was loaded first: a drafter that versions do not fill belongs to it.
+
+        Empty once that drafter has received its own version.
+        """
         self._drafter_lost = False
         self._back_to: Held | None = None
         """Version that the engine rolls back to, during a rollback."""
@@ -106,15 +109,18 @@ class EngineRank:
         return self.clients[source]
 
     def load(self, source: ModelSource, version: str | int) -> tuple[lazy.Source, lazy.Recording | None]:
-        """Load a version into a model that has no weights yet: directly into its parameters as the bytes arrive. Not collective.
+        """Load a version into a model that has no weights yet: directly into its parameters as the bytes arrive.
+
+        Not collective.
 
         Args:
             source: where it comes from.
-            version: a number or a ref. A ref may resolve to a different version on another rank, so resolve it beforehand.
+            version: a number or a ref. A ref may resolve to a different version on another rank, so resolve it
+                beforehand.
 
         Returns:
-            The version, and the recording that was applied: the model's own loader must still run for ``unrecorded`` tensors, or for everything if
-            there is no recording.
+            The version, and the recording that was applied: the model's own loader must still run for ``unrecorded``
+            tensors, or for everything if there is no recording.
 
         Raises:
             NotFound: the model, version or ref does not exist.
@@ -139,8 +145,8 @@ class EngineRank:
         return found, recording
 
     def take_over_drafter(self, loaded: EngineRank | None) -> None:
-        """Record the version in the drafter's parameters next to the model's version, if the drafter is a separate model and was loaded from the
-        service. Not collective.
+        """Record the version in the drafter's parameters next to the model's version, if the drafter is a separate
+        model and was loaded from the service. Not collective.
 
         Args:
             loaded: the rank that loaded the drafter; None if the drafter came from another source.
@@ -152,10 +158,11 @@ class EngineRank:
         self._first = self.held.label
 
     def connect(self, source: ModelSource | None = None, version: str | int = REF_LATEST) -> None:
-        """Determine which slices this rank needs of a model's versions. Runs the model's loader if that is not known yet, so the model must not
-        compute.
+        """Determine which slices this rank needs of a model's versions. Runs the model's loader if that is not known
+        yet, so the model must not compute.
 
-        If the store contains no version of the model, the slices are determined with the first version that is prepared.
+        If the store contains no version of the model, the slices are determined with the first version that is
+        prepared.
 
         Args:
             source: where versions come from; None keeps the known source.
@@ -163,7 +170,8 @@ class EngineRank:
 
         Raises:
             NotFound: the model or version does not exist.
-            FailedPrecondition: no source is known, the version does not fit the engine, or another version is being prepared.
+            FailedPrecondition: no source is known, the version does not fit the engine, or another version is being
+                prepared.
         """
         source = self._known(source)
         if source.draft:
@@ -203,7 +211,9 @@ class EngineRank:
             return self.engine.record(found)
 
     def prepare(self, number: int, source: ModelSource | None = None) -> None:
-        """Begin to fetch a version to this machine while the engine serves; `status` shows when it has arrived. Not collective.
+        """Begin to fetch a version to this machine while the engine serves; `status` shows when it has arrived.
+
+        Not collective.
 
         Args:
             number: number of the version.
@@ -228,7 +238,8 @@ class EngineRank:
             source: where it comes from; None for the known source.
 
         Raises:
-            FailedPrecondition: another version is being or has been prepared, or it is not known yet which slices this rank needs.
+            FailedPrecondition: another version is being or has been prepared, or it is not known yet which slices this
+                rank needs.
         """
         asked, source = source, self._known(source)
         known, there = self._recorded, self._preparation
@@ -247,9 +258,7 @@ class EngineRank:
         self.engine.check(known.recording)
         self.discard()
         if self._recorded is known:
-            self._preparation = Preparation(
-                self.engine, self.client(source), source, number, known, early=True
-            )
+            self._preparation = Preparation(self.engine, self.client(source), source, number, known, early=True)
 
     def prepare_all(self, number: int, source: ModelSource | None = None) -> None:
         """`prepare` on all ranks, or on none. Collective.
@@ -265,7 +274,8 @@ class EngineRank:
         """Wait until all bytes of a version are on all ranks' machines: the first step of `apply`. Collective.
 
         Raises:
-            RanksFailed: states which ranks did not get them, and why; or that ranks were called with different versions.
+            RanksFailed: states which ranks did not get them, and why; or that ranks were called with different
+                versions.
         """
         refusal = f"version {number} was not prepared, and the engine keeps {self._kept(source)}"
         try:
@@ -288,16 +298,20 @@ class EngineRank:
             there.close()
 
     def apply(self, number: int, source: ModelSource | None = None) -> None:
-        """Write a version into the parameters while the model does not compute. Prepares the version first if necessary. Collective.
+        """Write a version into the parameters while the model does not compute.
 
-        While the engine sleeps and `when_asleep` is ``wait``, this only fetches all bytes to the ranks' machines; `wake` does the rest.
+        Prepares the version first if necessary. Collective.
+
+        While the engine sleeps and `when_asleep` is ``wait``, this only fetches all bytes to the ranks' machines;
+        `wake` does the rest.
 
         Args:
             number: number of the version, the same on all ranks.
             source: where it comes from; None for the known source.
 
         Raises:
-            RanksFailed: states what failed on which ranks, and which version the engine has. `errors` is set if nothing was changed.
+            RanksFailed: states what failed on which ranks, and which version the engine has. `errors` is set if nothing
+                was changed.
         """
         name = "weighbridge.rank_update"
         said = {"weighbridge.version": number, "weighbridge.rank": self.engine.ranks.rank}
@@ -431,8 +445,8 @@ class EngineRank:
         return before, lazy.whole_digests(self.engine.computed_with())
 
     def undo(self, number: int, source: ModelSource | None = None) -> None:
-        """Roll back from a version to the previous one, and the drafter with it. Does nothing if the engine does not have that version, or has a
-        different version of the drafter. Collective.
+        """Roll back from a version to the previous one, and the drafter with it. Does nothing if the engine does not
+        have that version, or has a different version of the drafter. Collective.
 
         For several engines that update together, if another one of them failed.
 
@@ -460,12 +474,14 @@ class EngineRank:
         return source is None or source.draft in ("", self._waiting[0].draft)
 
     def wake(self, *, lost: bool, last: bool) -> None:
-        """Write the waiting version into the parameters, which have memory again. Must be called before the model computes. Collective.
+        """Write the waiting version into the parameters, which have memory again.
+
+        Must be called before the model computes. Collective.
 
         Args:
             lost: whether sleep has discarded their values.
-            last: whether the engine will compute after this; discarded values are then restored, if `when_asleep` is ``wait`` and no other version
-                has arrived meanwhile.
+            last: whether the engine will compute after this; discarded values are then restored, if `when_asleep` is
+                ``wait`` and no other version has arrived meanwhile.
 
         Raises:
             RanksFailed: states what could not be restored, and why; `held` is the version that the engine has.
@@ -606,14 +622,19 @@ class EngineRank:
             kept = f"{drafter} is stale: it has kept {draft} in an update that named no version of it"
             return kept if self._left_behind and self.held.label != self._first else ""
         if self._drafter_lost:
-            return f"{drafter} lost its weights while the engine slept, and nothing restores them: start the engine again"
+            return (
+                f"{drafter} lost its weights while the engine slept, and nothing restores them: start the engine again"
+            )
         if self.held.label == self._first:
             return ""
-        return f"{drafter} is stale: it has the weights that it was started with, so that fewer of its tokens are accepted"
+        return (
+            f"{drafter} is stale: it has the weights that it was started with, so that fewer of its tokens are accepted"
+        )
 
     def _check_drafter(self, number: int, source: ModelSource | None) -> None:
-        """Refuse to leave a drafter behind, unless that is allowed or a version of it is named. Accepted are versions that the engine has, has lost,
-        or rolls back to, and the version that was loaded first, to which the drafter belongs.
+        """Refuse to leave a drafter behind, unless that is allowed or a version of it is named. Accepted are versions
+        that the engine has, has lost, or rolls back to, and the version that was loaded first, to which the drafter
+        belongs.
 
         Raises:
             FailedPrecondition: names the drafter.
@@ -664,7 +685,9 @@ class EngineRank:
     def _due(self) -> str:
         """Facts on which `wake` bases its decision; they are equal on all ranks."""
         found = self.status()
-        return f"{found.waiting or 'no version'} waits, {found.served or 'none'} is served, when_asleep={self.when_asleep}"
+        return (
+            f"{found.waiting or 'no version'} waits, {found.served or 'none'} is served, when_asleep={self.when_asleep}"
+        )
 
     def _sleeps(self, number: int, source: ModelSource | None) -> bool:
         """Whether a version must wait for the wake-up. Collective.
@@ -684,9 +707,7 @@ class EngineRank:
     def _fill(self, refusal: str) -> None:
         """Write the prepared version into the parameters of all ranks. Collective."""
         there = cast("Preparation", self._preparation)
-        if there.source.draft and not drafter_in(
-            self._first
-        ):  # the drafter's first weights are being replaced
+        if there.source.draft and not drafter_in(self._first):  # the drafter's first weights are being replaced
             self._first = ""
         self.held, self._broken = None, f"{there.label} was applied in part"
         try:
@@ -744,7 +765,10 @@ class EngineRank:
 
 
 def rank_of(model: Any, engine: EngineModel) -> EngineRank:
-    """The rank of a model of this process. It is created from this description on the first call, and is removed with the model."""
+    """The rank of a model of this process.
+
+    It is created from this description on the first call, and is removed with the model.
+    """
     if not hasattr(model, _ATTRIBUTE):
         setattr(model, _ATTRIBUTE, EngineRank(engine))
     return cast("EngineRank", getattr(model, _ATTRIBUTE))
@@ -756,7 +780,10 @@ def known_rank(model: Any) -> EngineRank | None:
 
 
 def _way_back(had: Held | None, draft: str = "") -> Held:
-    """The version to roll back to. If the drafter's previous weights belonged to no version, it gets the version that came with the update."""
+    """The version to roll back to.
+
+    If the drafter's previous weights belonged to no version, it gets the version that came with the update.
+    """
     if had is None:
         raise FailedPrecondition("the version that it had is not known")
     return had if had.source.draft else replace(had, source=had.source.with_draft(draft))

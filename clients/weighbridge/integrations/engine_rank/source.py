@@ -34,7 +34,10 @@ class ModelSource:
 
     @classmethod
     def read(cls, given: Mapping[str, Any], of: str) -> Self:
-        """Parse settings that a user wrote. Arguments and errors as for `checked`; also InvalidArgument if no model is named."""
+        """Parse settings that a user wrote.
+
+        Arguments and errors as for `checked`; also InvalidArgument if no model is named.
+        """
         given = checked(cls, given, of)
         if "model" not in given:
             raise InvalidArgument(f"{of} does not name a model", fix="set model, as in acme/policy")
@@ -72,7 +75,9 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class PairSource(ModelSource):
-    """A model at a service, with a version of the engine's drafter, which is a separate model there. Each update fetches both.
+    """A model at a service, with a version of the engine's drafter, which is a separate model there.
+
+    Each update fetches both.
 
     Attributes:
         draft: that version, such as ``acme/smol-eagle@5``.
@@ -82,7 +87,9 @@ class PairSource(ModelSource):
 
 
 def check_draft(draft: str) -> None:
-    """Raise InvalidArgument unless a string is empty or names a version by its number, such as ``acme/smol-eagle@5``."""
+    """Raise InvalidArgument unless a string is empty or names a version by its number, such as
+    ``acme/smol-eagle@5``.
+    """
     model, _, number = draft.rpartition("@")
     if draft and not (model.count("/") == 1 and number.isdecimal()):
         raise InvalidArgument(

@@ -13,15 +13,14 @@ import torch
 def storageless(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Temporarily replace a model's parameters and buffers by tensors without storage.
 
-    They have the layout of the real ones, share memory where those do, and have their class and attributes, which loaders read. Attributes that a
-    loader sets meanwhile, such as projections derived from weights, are also reverted.
+    They have the layout of the real ones, share memory where those do, and have their class and attributes, which
+    loaders read. Attributes that a loader sets meanwhile, such as projections derived from weights, are also reverted.
 
     Yields:
         The parameters and buffers, by name.
     """
     saved = [
-        (module, dict(vars(module)), dict(module._parameters), dict(module._buffers))
-        for module in model.modules()
+        (module, dict(vars(module)), dict(module._parameters), dict(module._buffers)) for module in model.modules()
     ]
     twins = _Twins()
     try:

@@ -14,8 +14,8 @@ Python's default of 0.005 s is most of a decoding step.
 
 
 class ShortTurns:
-    """Block in which threads of this process switch quickly, because an engine's step requests the interpreter lock several times. Blocks may
-    overlap.
+    """Block in which threads of this process switch quickly, because an engine's step requests the interpreter lock
+    several times. Blocks may overlap.
 
     Args:
         get: returns the switch interval in seconds.

@@ -1,8 +1,10 @@
-"""Adapter to SGLang: a server starts from the service, and updates to any version while it runs. Each rank fetches only its own slices.
+"""Adapter to SGLang: a server starts from the service, and updates to any version while it runs.
 
-From SGLang 0.5.12 on, it is enough to install weighbridge next to SGLang, which finds `plugin` by its entry point in every process. A model path
-``weighbridge://HOST:PORT/NAMESPACE/NAME@VERSION`` makes a server start from the service. Weight updates name `load` as their ``load_format``.
-`weighbridge.follow.sglang` drives a running server over HTTP.
+Each rank fetches only its own slices.
+
+From SGLang 0.5.12 on, it is enough to install weighbridge next to SGLang, which finds `plugin` by its entry point in
+every process. A model path ``weighbridge://HOST:PORT/NAMESPACE/NAME@VERSION`` makes a server start from the service.
+Weight updates name `load` as their ``load_format``. `weighbridge.follow.sglang` drives a running server over HTTP.
 """
 
 # May import: `engine_rank`, `follow`, `_lazy`, `_clients` and folders below, and SGLang.
@@ -41,9 +43,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Any]]) -> No
     from weighbridge.integrations.sglang.model import number_to_update_to, sglang_rank, source_of
 
     if len(named_tensors) != 1:
-        raise InvalidArgument(
-            f"got {len(named_tensors)} names, expected one that contains the wanted version"
-        )
+        raise InvalidArgument(f"got {len(named_tensors)} names, expected one that contains the wanted version")
     wanted = Wanted.from_json(named_tensors[0][0])
     rank = sglang_rank(model)
     rank.apply(number_to_update_to(rank, wanted), source_of(wanted))

@@ -1,7 +1,7 @@
 """Settings of SGLang that determine where its loaders put weights, and whether an update changes all responses.
 
-The destination of weights may depend on any setting. So all settings are compared, except those that identify this start of the engine. An
-unnecessary recording costs only seconds.
+The destination of weights may depend on any setting. So all settings are compared, except those that identify this
+start of the engine. An unnecessary recording costs only seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _OF_THIS_START = frozenset(
     }
 )
 
-_KEPT_KV = "it keeps the KV cache of prompts outside the engine, where a flush does not clear it and no entry names the weights that computed it"
+_KEPT_KV = (
+    "it keeps the KV cache of prompts outside the engine, where a flush does not clear it and no "
+    "entry names the weights that computed it"
+)
 _KEEP_OLD_RESULTS = {
     "hicache_storage_backend": _KEPT_KV,
     "enable_lmcache": _KEPT_KV,

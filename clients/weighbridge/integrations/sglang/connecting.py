@@ -1,7 +1,7 @@
 """Connector of SGLang: a server's start from ``weighbridge://HOST:PORT/NAMESPACE/NAME@VERSION``.
 
-This works as with SGLang's own remote stores: each process that reads the configuration and tokenizer downloads them to a temporary folder, and the
-loader for remote models loads the weights.
+This works as with SGLang's own remote stores: each process that reads the configuration and tokenizer downloads them to
+a temporary folder, and the loader for remote models loads the weights.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ class Connector(BaseFileConnector):  # type: ignore[misc]  # SGLang's, of which 
         self.wanted = Wanted.from_url(url)
         self.weights: Iterator[tuple[str, torch.Tensor]] = iter(())
 
-    def pull_files(
-        self, allow_pattern: list[str] | None = None, ignore_pattern: list[str] | None = None
-    ) -> None:
+    def pull_files(self, allow_pattern: list[str] | None = None, ignore_pattern: list[str] | None = None) -> None:
         """Download the version's files other than weights to `get_local_dir`."""
         allowed, ignored = ["*"] if allow_pattern is None else allow_pattern, ignore_pattern or []
         wanted = {
@@ -65,7 +63,9 @@ def connect(original: Callable[..., Any], url: str, *args: Any, **kwargs: Any) -
 def load_first(
     original: Callable[..., Any], loader: Any, model: torch.nn.Module, client: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wraps ``RemoteModelLoader._load_model_from_remote_fs``: each rank fetches its own slices, and the loader loads the rest."""
+    """Wraps ``RemoteModelLoader._load_model_from_remote_fs``: each rank fetches its own slices, and the loader loads
+    the rest.
+    """
     if isinstance(client, Connector):
         from sglang.srt.distributed.parallel_state import get_world_group
 

@@ -76,8 +76,8 @@ def number_to_update_to(rank: EngineRank, wanted: Wanted) -> int:
     """`number_on` all ranks that update together.
 
     Raises:
-        FailedPrecondition: the ranks cannot update, because there are pipeline stages, or because responses would still be computed from old weights
-            in part.
+        FailedPrecondition: the ranks cannot update, because there are pipeline stages, or because responses would still
+            be computed from old weights in part.
     """
     arguments = server_arguments()
     check_updatable(arguments)

@@ -22,7 +22,10 @@ from weighbridge.integrations.sglang import releases
 
 
 def register() -> None:
-    """Install the plug-in. The entry point ``weighbridge`` of ``sglang.srt.plugins`` names it; SGLang calls it once in every process."""
+    """Install the plug-in.
+
+    The entry point ``weighbridge`` of ``sglang.srt.plugins`` names it; SGLang calls it once in every process.
+    """
     hooks_of_starts = {releases.CONNECT: connect, releases.LOAD_FIRST: load_first}
     releases.register(hooks_of_starts | hooks_of_updates())
 
@@ -53,7 +56,10 @@ def load_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def update(
     original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None
 ) -> tuple[bool, str]:
-    """``/update_weights_from_tensor``: returns an error as a response, where SGLang would end the engine. Does not need ``--custom-weight-loader``."""
+    """``/update_weights_from_tensor``: returns an error as a response, where SGLang would end the engine.
+
+    Does not need ``--custom-weight-loader``.
+    """
     if load_format != LOAD_FORMAT:
         return original(updater, named_tensors=named_tensors, load_format=load_format)  # type: ignore[no-any-return]
     try:
@@ -63,7 +69,10 @@ def update(
 
 
 def control(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """``/weights_checker``: prepare, discard, proofs, and status. Its requests reach every rank while the engine serves."""
+    """``/weights_checker``: prepare, discard, proofs, and status.
+
+    Its requests reach every rank while the engine serves.
+    """
     if not request.action.startswith(ACTION):
         return original(manager, request)
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput

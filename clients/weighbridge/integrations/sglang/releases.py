@@ -1,4 +1,6 @@
-"""Names, in SGLang from 0.5.10 to the newest release, of the functions that the plug-in needs. Only this module depends on the release.
+"""Names, in SGLang from 0.5.10 to the newest release, of the functions that the plug-in needs.
+
+Only this module depends on the release.
 
 Features are detected by their presence, not by the release number.
 """
@@ -28,7 +30,10 @@ CONTROL = (
     f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights",
     f"{_SRT}.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin.check_weights",  # 0.5.12
 )
-"""Methods under the names of different releases, newest first. A comment after an older name gives the last release that was seen with it."""
+"""Methods under the names of different releases, newest first.
+
+A comment after an older name gives the last release that was seen with it.
+"""
 
 _EMBEDDINGS = (f"{_SRT}.managers.mm_schedule", f"{_SRT}.managers.mm_utils")
 """Modules that contained the cache of multimodal embeddings, newest first; the last one is from 0.5.15."""
@@ -38,7 +43,9 @@ Hook = Callable[..., Any]
 
 
 def has_registry() -> bool:
-    """Whether SGLang calls plug-ins in its processes and wraps functions for them, as 0.5.12 does and 0.5.10 does not."""
+    """Whether SGLang calls plug-ins in its processes and wraps functions for them, as 0.5.12 does and 0.5.10 does
+    not.
+    """
     return importlib.util.find_spec(f"{_SRT}.plugins") is not None
 
 
@@ -89,17 +96,15 @@ def run_loader(original: Callable[..., Any], updater: Any, named_tensors: Any) -
         return original(knowing, named_tensors=named_tensors, load_format=LOAD_FORMAT)  # type: ignore[no-any-return]
     from weighbridge.integrations.sglang import load
 
-    load(
-        updater.model, named_tensors
-    )  # the model of a model runner, which does nothing else before and after
+    load(updater.model, named_tensors)  # the model of a model runner, which does nothing else before and after
     return True, "Success"
 
 
 def flush(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Empty the caches of a paused scheduler even if requests wait, as 0.5.23 does.
 
-    The waiting requests released their memory when they were retracted. 0.5.15 refuses because of them, and ends the engine if that happens in an
-    update.
+    The waiting requests released their memory when they were retracted. 0.5.15 refuses because of them, and ends the
+    engine if that happens in an update.
     """
     knows = "ignore_waiting" in inspect.signature(scheduler.is_fully_idle).parameters
     if knows or not scheduler._engine_paused or scheduler.disaggregation_mode.name != "NULL":

@@ -5,8 +5,8 @@
     dcp.save({"model": model.state_dict()}, storage_writer=WeighbridgeWriter("acme/smol", step=10))
     dcp.load({"model": model.state_dict()}, storage_reader=WeighbridgeReader("acme/smol"))
 
-Each rank pushes the shards that DCP's plan assigns to it, without gathering. If planner and state dict differ, the planner decides names, boxes and
-data, so that its transformations are preserved.
+Each rank pushes the shards that DCP's plan assigns to it, without gathering. If planner and state dict differ, the
+planner decides names, boxes and data, so that its transformations are preserved.
 """
 
 # May import: `checkpoint_names`, `_clients` and folders below, and torch.

@@ -93,7 +93,8 @@ def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> P
         cast: as for `weighbridge.TrainerClient.push_state_dict`.
 
     Raises:
-        LayoutError: shapes or dtypes contradict the model, some entries do not belong to it, or LoRA adapters are not merged; names all of these.
+        LayoutError: shapes or dtypes contradict the model, some entries do not belong to it, or LoRA adapters are not
+            merged; names all of these.
     """
     items = list(items)
     check_merged(
@@ -121,18 +122,17 @@ def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> P
         elif data is None or entries.is_about_weights(entry) or not entry.startswith(entries.prefix):
             others[entry.split(".")[0]].append(entry)
         else:
-            nearest = (
-                did_you_mean(entry.removeprefix(entries.prefix), entries.model)
-                if len(problems) < NAMED
-                else ""
-            )
+            nearest = did_you_mean(entry.removeprefix(entries.prefix), entries.model) if len(problems) < NAMED else ""
             problems[f"{entry}: the model has no such tensor{nearest}"] = None
     problems.update(dict.fromkeys(_foreign(of_root) for of_root in others.values()))
     if problems:
         prefix = None if found else common_prefix([item.index.fqn for item in items], entries.model)
         if prefix is not None:
             raise LayoutError(
-                f"the entries of the state dict that are the model's begin with {prefix!r}, not with {entries.prefix!r}",
+                (
+                    f"the entries of the state dict that are the model's begin with {prefix!r}, "
+                    f"not with {entries.prefix!r}"
+                ),
                 fix=f"WeighbridgeWriter(..., prefix={prefix!r})",
             )
         raise LayoutError(
@@ -163,7 +163,10 @@ def check_none_absent(names: Iterable[str], entries: Entries) -> None:
     absent = [spec for name, spec in entries.model.items() if name not in there and spec.nbytes]
     if absent:
         raise LayoutError(
-            f"the ranks together do not hold all of the model: {counted(len(absent), 'tensor is', 'tensors are')} missing",
+            (
+                "the ranks together do not hold all of the model: "
+                f"{counted(len(absent), 'tensor is', 'tensors are')} missing"
+            ),
             details=first_lines(f"{spec} is missing" for spec in absent),
             fix="save all tensors that the model's safetensors files hold, by the same names",
         )
@@ -189,7 +192,10 @@ def check_one_box(planner: Any, entry: str) -> None:
     value = planned_state(planner).get(entry)
     if isinstance(value, torch.Tensor) and len(local_shards(value)) > 1:
         raise LayoutError(
-            f"{entry}: this rank's shard lies in several places of the tensor, and torch.distributed.checkpoint knows only one",
+            (
+                f"{entry}: this rank's shard lies in several places of the tensor, and "
+                "torch.distributed.checkpoint knows only one"
+            ),
             fix="use push_state_dict and restore_state_dict, or sizes that the ranks share evenly",
         )
 
@@ -201,7 +207,8 @@ def untied(planner: Any, copies: Iterable[str], entries: Entries, *, by_content:
         planner: a planner that is built like DCP's own.
         copies: entries that may be tied.
         entries: names of the model's tensors.
-        by_content: whether equal elements suffice, because staging for ``async_save`` may have copied tied tensors separately.
+        by_content: whether equal elements suffice, because staging for ``async_save`` may have copied tied tensors
+            separately.
     """
     state = planned_state(planner)
     known = {

@@ -40,9 +40,12 @@ class WeighbridgeReader(StorageReader):
 
     Args:
         model: ``namespace/name``, or with the version: ``namespace/name@latest``.
-        server: ``host:port`` of the service; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Or a client, which stays open.
-        version: a number or a ref; by default the latest. If ``dcp.load`` receives a ``checkpoint_id``, the newest version of the step in that name.
-        prefix: possible prefix of the model's names in the flattened state dict: ``model.`` if it is ``{"model": ...}``.
+        server: ``host:port`` of the service; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Or a client, which
+            stays open.
+        version: a number or a ref; by default the latest. If ``dcp.load`` receives a ``checkpoint_id``, the newest
+            version of the step in that name.
+        prefix: possible prefix of the model's names in the flattened state dict: ``model.`` if it is
+            ``{"model": ...}``.
         retry_seconds, lane: as for `TrainerClient`.
 
     Attributes:
@@ -98,8 +101,8 @@ class WeighbridgeReader(StorageReader):
         """Record the name of the checkpoint to load; DCP passes it only if the user named one.
 
         Raises:
-            NotFound: there is one process, and the model or a version of that step does not exist. With several ranks, DCP later raises one rank's
-                error on all.
+            NotFound: there is one process, and the model or a version of that step does not exist. With several ranks,
+                DCP later raises one rank's error on all.
         """
         self._checkpoint = checkpoint_id
         if checkpoint_id is not None and not (dist.is_available() and dist.is_initialized()):
@@ -107,7 +110,9 @@ class WeighbridgeReader(StorageReader):
 
     @flat_errors
     def read_metadata(self, *args: Any) -> Metadata:
-        """The model's tensors, each as one chunk. Lookups also work for entries with the prefix, or with names that wrappers extended.
+        """The model's tensors, each as one chunk.
+
+        Lookups also work for entries with the prefix, or with names that wrappers extended.
 
         Raises:
             NotFound: the model is not registered.
@@ -120,9 +125,7 @@ class WeighbridgeReader(StorageReader):
         )
 
     @flat_errors
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Find the version. All ranks read the coordinator's version.
 
         Raises:
@@ -202,7 +205,10 @@ class WeighbridgeReader(StorageReader):
         return max(found, key=lambda each: each.number)
 
     def _to_read(self, plan: LoadPlan, planner: LoadPlanner, entries: Entries) -> list[tuple[Form, ReadItem]]:
-        """The items of a plan with their tensors, without tied copies. Those are filled together with the tensors that they are tied to."""
+        """The items of a plan with their tensors, without tied copies.
+
+        Those are filled together with the tensors that they are tied to.
+        """
         found, copies = [], []
         for item in plan.items:
             form = entries.form(item.dest_index.fqn)

@@ -1,8 +1,8 @@
 """Storage writer of `torch.distributed.checkpoint` that creates a version from each checkpoint.
 
-Each save has its own name, but its plan may be older, because planners cache plans. So the version's step is determined at the beginning of a save,
-and only names and boxes are read from the plan. The coordinator seals last, in `WeighbridgeWriter.finish`, which DCP calls once all ranks have
-written: no version becomes visible before that.
+Each save has its own name, but its plan may be older, because planners cache plans. So the version's step is determined
+at the beginning of a save, and only names and boxes are read from the plan. The coordinator seals last, in
+`WeighbridgeWriter.finish`, which DCP calls once all ranks have written: no version becomes visible before that.
 """
 
 from __future__ import annotations
@@ -51,14 +51,18 @@ class WeighbridgeWriter(StorageWriter):
 
     Args:
         model: ``namespace/name``, registered before.
-        server: ``host:port`` of the service; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Or a client, which stays open.
-        step: the training step, or a function that returns it at each save. By default the number at the end of the ``checkpoint_id``.
-        prefix: possible prefix of the model's names in the flattened state dict: ``model.`` if it is ``{"model": ...}``.
+        server: ``host:port`` of the service; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Or a client, which
+            stays open.
+        step: the training step, or a function that returns it at each save. By default the number at the end of the
+            ``checkpoint_id``.
+        prefix: possible prefix of the model's names in the flattened state dict: ``model.`` if it is
+            ``{"model": ...}``.
         cast: as for `TrainerClient.push_state_dict`.
         until: the state that a save waits for: ``ready``, ``verified`` or ``durable``.
         run, retry_seconds, lane: as for `TrainerClient`.
-        options: of each version, as for `TrainerClient.push`: ``metadata``, ``candidate``, ``allow_nonfinite``, ``max_hold_s``. A failed save raises
-            ``CheckpointException`` on all ranks, through torch's own agreement; so ``on_failure="warn"`` is refused.
+        options: of each version, as for `TrainerClient.push`: ``metadata``, ``candidate``, ``allow_nonfinite``,
+            ``max_hold_s``. A failed save raises ``CheckpointException`` on all ranks, through torch's own agreement; so
+            ``on_failure="warn"`` is refused.
 
     Attributes:
         model: the model.
@@ -177,7 +181,8 @@ class WeighbridgeWriter(StorageWriter):
         """Refuse entries that do not belong to the model, while no rank waits for another.
 
         Raises:
-            LayoutError: as `TrainerClient.push_state_dict`; or some entries do not belong to the model, such as an optimizer's.
+            LayoutError: as `TrainerClient.push_state_dict`; or some entries do not belong to the model, such as an
+                optimizer's.
         """
         planned_shards(plan.items, self._entries, self._cast)
         return plan
@@ -257,22 +262,21 @@ class WeighbridgeWriter(StorageWriter):
         if step is None:
             raise InvalidArgument(
                 "the step of the save is not known",
-                fix="give WeighbridgeWriter(model, step=...), or a checkpoint_id that ends with the step, such as 'step-100'",
+                fix=(
+                    "give WeighbridgeWriter(model, step=...), or a checkpoint_id that ends with "
+                    "the step, such as 'step-100'"
+                ),
             )
         return step
 
-    def _resolved(
-        self, planned: PlannedShards, indexes: Sequence[int], planner: SavePlanner
-    ) -> list[torch.Tensor]:
+    def _resolved(self, planned: PlannedShards, indexes: Sequence[int], planner: SavePlanner) -> list[torch.Tensor]:
         """The data of shards, once all ranks are here: planners may create it only now."""
         problems = [
             f"{entry}: the model has no such tensor, and it is not a tied copy of one that it has"
             for entry in untied(planner, planned.copies, self._entries, by_content=True)
         ]
         tensors = []
-        for item, parts in itertools.groupby(
-            [planned.sources[index] for index in indexes], lambda each: each[0]
-        ):
+        for item, parts in itertools.groupby([planned.sources[index] for index in indexes], lambda each: each[0]):
             check_one_box(planner, item.index.fqn)
             tensor = planner.resolve_data(item)
             extent = list(item.tensor_data.chunk.sizes) if item.tensor_data else []
@@ -296,14 +300,10 @@ class WeighbridgeWriter(StorageWriter):
 
 
 def _awaited(until: VersionState | str) -> VersionState:
-    allowed = {
-        state.value: state for state in (VersionState.READY, VersionState.VERIFIED, VersionState.DURABLE)
-    }
+    allowed = {state.value: state for state in (VersionState.READY, VersionState.VERIFIED, VersionState.DURABLE)}
     found = allowed.get(until.value if isinstance(until, VersionState) else until)
     if found is None:
-        raise InvalidArgument(
-            f"a save cannot wait for {until!r}", fix="until=" + " or ".join(map(repr, allowed))
-        )
+        raise InvalidArgument(f"a save cannot wait for {until!r}", fix="until=" + " or ".join(map(repr, allowed)))
     return found
 
 

@@ -6,8 +6,8 @@
     tokenizer = tokenizer_from_weighbridge("acme/smol")
     update(model, "latest")
 
-`trainer_callback.PushCallback` pushes from transformers' ``Trainer``. With ``tp_plan="auto"`` under torchrun, each rank fetches only the slices that
-transformers' own plan assigns to it.
+`trainer_callback.PushCallback` pushes from transformers' ``Trainer``. With ``tp_plan="auto"`` under torchrun, each rank
+fetches only the slices that transformers' own plan assigns to it.
 """
 
 # May import: `engine_rank`, `guarded_pushes`, `_lazy`, `_clients` and folders below, and transformers.
@@ -85,34 +85,38 @@ def from_weighbridge(
 ) -> PreTrainedModel:
     """A model with the weights of a version, as ``from_pretrained`` would load it from a folder with that version.
 
-    If the version is an adapter, returns a ``PeftModel`` on the base version that the adapter names; the other arguments apply to the base.
+    If the version is an adapter, returns a ``PeftModel`` on the base version that the adapter names; the other
+    arguments apply to the base.
 
     Args:
         name: ``namespace/name@version``; the latest version if none is given.
-        server: ``host:port`` of the gRPC endpoint; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Or a client, which must stay open as long
-            as the model is updated.
+        server: ``host:port`` of the gRPC endpoint; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Or a client,
+            which must stay open as long as the model is updated.
         model_class: a class of models or an auto class; by default the one that the version's config.json names.
         config: used instead of the version's.
         dtype: dtype of the parameters, as for ``from_pretrained``, or a name such as ``bf16``; None for the config's.
         torch_dtype: its older name; ``dtype`` takes precedence.
-        device_map: one device for the whole model; parameters are allocated there directly, not in host memory first. ``auto`` is the only
-            accelerator of this machine, or the CPU.
-        tp_plan, tp_size: as for ``from_pretrained``: shard the model over the ranks of torch.distributed. All ranks call this.
-        strict: refuse a version that lacks parameters of the model, or contains tensors that the model does not have. Otherwise transformers
-            initialises missing parameters, and extra tensors are ignored.
+        device_map: one device for the whole model; parameters are allocated there directly, not in host memory first.
+            ``auto`` is the only accelerator of this machine, or the CPU.
+        tp_plan, tp_size: as for ``from_pretrained``: shard the model over the ranks of torch.distributed. All ranks
+            call this.
+        strict: refuse a version that lacks parameters of the model, or contains tensors that the model does not have.
+            Otherwise transformers initialises missing parameters, and extra tensors are ignored.
         lane: as for `EngineClient`.
-        base: an existing model, to which an adapter is attached instead of its base version: a transformers model, or a ``PeftModel``, which gets an
-            additional adapter. Its version is compared if it came from the service; otherwise a log message states that it is unknown.
+        base: an existing model, to which an adapter is attached instead of its base version: a transformers model, or a
+            ``PeftModel``, which gets an additional adapter. Its version is compared if it came from the service;
+            otherwise a log message states that it is unknown.
         adapter_name: name of the adapter in peft.
-        options: further arguments of ``from_pretrained``, such as ``attn_implementation``. Those that are attributes of the version's config, such as
-            ``use_cache`` or ``num_labels``, override its values, unless ``config`` is given.
+        options: further arguments of ``from_pretrained``, such as ``attn_implementation``. Those that are attributes of
+            the version's config, such as ``use_cache`` or ``num_labels``, override its values, unless ``config`` is
+            given.
 
     Raises:
-        InvalidArgument: an option requests something that versions do not have, such as ``subfolder``, or would spread the model over several
-            devices; names the option.
+        InvalidArgument: an option requests something that versions do not have, such as ``subfolder``, or would spread
+            the model over several devices; names the option.
         NotFound: the model or version does not exist, or the base of an adapter was deleted.
-        FailedPrecondition: the version does not fit the model; names the tensors. Or the model is quantised; or the adapter belongs to a different
-            version than ``base``.
+        FailedPrecondition: the version does not fit the model; names the tensors. Or the model is quantised; or the
+            adapter belongs to a different version than ``base``.
         WeighbridgeError: the service could not be reached, or has gone.
 
     Examples:
@@ -130,9 +134,18 @@ def from_weighbridge(
         if base is None:
             check_base(client, version, on)
             base = from_weighbridge(
-                str(on), client, model_class=model_class, config=config, dtype=dtype, torch_dtype=torch_dtype, device_map=device_map,
-                tp_plan=tp_plan, tp_size=tp_size, strict=strict, **options,
-            )  # fmt: skip
+                str(on),
+                client,
+                model_class=model_class,
+                config=config,
+                dtype=dtype,
+                torch_dtype=torch_dtype,
+                device_map=device_map,
+                tp_plan=tp_plan,
+                tp_size=tp_size,
+                strict=strict,
+                **options,
+            )
         return _with_adapter(client, version, on, base, adapter_name)
     if base is not None:
         raise InvalidArgument(f"{model_name}@{version.number} is not an adapter", fix="leave base out")
@@ -156,9 +169,7 @@ def from_weighbridge(
         model.generation_config = generation
     model.config.name_or_path = model.name_or_path = model_name
     materialise(model, single_device(device_map, sum(each.nbytes for each in weights_of(model).values())))
-    live = _live[model] = LiveModel(
-        TransformersModel(model, recipe, missing, several=several), model_name, client
-    )
+    live = _live[model] = LiveModel(TransformersModel(model, recipe, missing, several=several), model_name, client)
     # transformers may only now have initialised the process group
     live._start(from_first(ranks_of(several), lambda: version).number)
     return model
@@ -181,9 +192,7 @@ def attach(
     return live
 
 
-def _with_adapter(
-    client: EngineClient, version: Version, on: BaseVersion, base: Any, adapter_name: str
-) -> Any:
+def _with_adapter(client: EngineClient, version: Version, on: BaseVersion, base: Any, adapter_name: str) -> Any:
     """A model with the adapter of a version. The adapter's base is the version ``on``."""
     check_attachable(base, adapter_name)
     below = _live.get(getattr(base, "get_base_model", lambda: base)())
@@ -206,13 +215,11 @@ def _with_adapter(
     return model
 
 
-def update(
-    model: PreTrainedModel, version: str | int = "latest", *, adapter_name: str = "default"
-) -> Version:
+def update(model: PreTrainedModel, version: str | int = "latest", *, adapter_name: str = "default") -> Version:
     """Update a live model to a version in place; as `LiveModel.update`.
 
-    If the model has an adapter from the service, the adapter is updated to another of its versions on the same base. The model must not compute
-    during the update.
+    If the model has an adapter from the service, the adapter is updated to another of its versions on the same base.
+    The model must not compute during the update.
 
     Args:
         model: a model that `from_weighbridge` returned or that was passed to `attach`.
@@ -220,7 +227,8 @@ def update(
         adapter_name: which adapter of a model with adapters.
 
     Raises:
-        FailedPrecondition: the adapter's version has a different base (the error names both); or as for `LiveModel.update`.
+        FailedPrecondition: the adapter's version has a different base (the error names both); or as for
+            `LiveModel.update`.
     """
     found = _adapters.get(model, {}).get(adapter_name)
     return live_model(model).update(version) if found is None else found.update(model, adapter_name, version)
@@ -240,9 +248,7 @@ def live_model(model: PreTrainedModel) -> LiveModel:
     return found
 
 
-def tokenizer_from_weighbridge(
-    name: str, server: str | None = None, *, lane: str | None = None, **options: Any
-) -> Any:
+def tokenizer_from_weighbridge(name: str, server: str | None = None, *, lane: str | None = None, **options: Any) -> Any:
     """The tokenizer that belongs to a version.
 
     Args:
@@ -263,7 +269,8 @@ def tokenizer_from_weighbridge(
         if not has_tokenizer(found):  # transformers would invent one, or fail without a reason
             raise NotFound(
                 f"{model_name} has no tokenizer: its files besides the weights are {', '.join(found)}",
-                fix="save the tokenizer to a folder with config.json, register_model(name, folder), and push again; or load the tokenizer from where "
+                fix="save the tokenizer to a folder with config.json, register_model(name, "
+                "folder), and push again; or load the tokenizer from where "
                 "it is",
             )
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
@@ -289,7 +296,9 @@ class LiveModel:
 
     @property
     def version(self) -> Version | None:
-        """Version of its weights; None if it has no version from the service yet, or an update failed midway and could not be rolled back."""
+        """Version of its weights; None if it has no version from the service yet, or an update failed midway and could
+        not be rolled back.
+        """
         return self.rank.held.version if self.rank.held is not None else None
 
     @property
@@ -298,7 +307,9 @@ class LiveModel:
         return self.rank.held.nbytes if self.rank.held is not None else 0
 
     def update(self, version: str | int = "latest") -> Version:
-        """Update the model to a version in place. Parameters are changed only after all bytes have arrived. The model must not compute meanwhile.
+        """Update the model to a version in place. Parameters are changed only after all bytes have arrived.
+
+        The model must not compute meanwhile.
 
         If the model is sharded over ranks, all ranks call it; if one of them fails, none updates.
 
@@ -310,8 +321,10 @@ class LiveModel:
 
         Raises:
             NotFound: the version does not exist, or it lacks a tensor of the model; names it.
-            FailedPrecondition: the version does not fit the model (the error names the tensors), or another update is running.
-            WeighbridgeError: the service is unreachable, or the connection was lost. Whatever is raised, the model keeps its version.
+            FailedPrecondition: the version does not fit the model (the error names the tensors), or another update is
+                running.
+            WeighbridgeError: the service is unreachable, or the connection was lost. Whatever is raised, the model
+                keeps its version.
         """
         if not self._updating.acquire(blocking=False):
             raise FailedPrecondition(f"another update of this {self.name} is under way", fix="wait for it")

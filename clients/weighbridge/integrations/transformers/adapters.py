@@ -1,4 +1,6 @@
-"""Adapter from the service on a transformers model: on the base version that the adapter names, or on an existing model."""
+"""Adapter from the service on a transformers model: on the base version that the adapter names, or on an existing
+model.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ def check_base(client: EngineClient, version: Version, base: BaseVersion) -> Non
         NotFound: the base was deleted, or its model was deleted and registered again under the same name.
     """
     named = f"{version.model}@{version.number}"
-    fix = f"push the adapter on a version that exists, or attach it to a model that you have: from_weighbridge({named!r}, base=model)"
+    fix = (
+        "push the adapter on a version that exists, or attach it to a model that you have: "
+        f"from_weighbridge({named!r}, base=model)"
+    )
     try:
         found = client.version(base.model, base.number)
         # a deleted version stays readable until its objects are removed
@@ -68,7 +73,10 @@ def check_base(client: EngineClient, version: Version, base: BaseVersion) -> Non
         raise NotFound(f"{named} is on {base}, which was deleted", fix=fix)
     if base.digest and digest != base.digest:
         raise NotFound(
-            f"{named} is on {base} with the digest {base.digest}, but the version that has this name now has the digest {digest}",
+            (
+                f"{named} is on {base} with the digest {base.digest}, but the version that has "
+                f"this name now has the digest {digest}"
+            ),
             fix=fix,
         )
 
@@ -83,7 +91,10 @@ def check_attachable(base: Any, adapter_name: str) -> None:
     if isinstance(base, PeftModel) and adapter_name in base.peft_config:
         raise InvalidArgument(
             f"the model has an adapter {adapter_name!r} already",
-            fix="name another adapter_name; to fill the existing one again: client.pull(name).into(model, adapter_name=...)",
+            fix=(
+                "name another adapter_name; to fill the existing one again: "
+                "client.pull(name).into(model, adapter_name=...)"
+            ),
         )
 
 

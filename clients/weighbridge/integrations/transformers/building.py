@@ -1,7 +1,8 @@
 """Mapping of a version's tensors to a model's parameters, as transformers itself defines it.
 
-`from_pretrained` accepts a state dict; here it receives lazy tensors. Transformers renames them, slices them for tensor parallelism, stacks them
-(experts, since transformers 5) and casts them. The results are the model's parameters, still lazy. This module contains no model-specific rules.
+`from_pretrained` accepts a state dict; here it receives lazy tensors. Transformers renames them, slices them for tensor
+parallelism, stacks them (experts, since transformers 5) and casts them. The results are the model's parameters, still
+lazy. This module contains no model-specific rules.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> tuple[PreTrainedModel, set[str]]:
-        """A model whose parameters are parts of these lazy tensors, and the names of the parameters that receive nothing.
+        """A model whose parameters are parts of these lazy tensors, and the names of the parameters that receive
+        nothing.
 
         Raises:
             FailedPrecondition: the tensors do not fit the configuration; names them.
@@ -64,9 +66,7 @@ class Recipe:
         self._check(model, tensors, found)
         return model, set(found["missing_keys"])
 
-    def _check(
-        self, model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], found: Mapping[str, Any]
-    ) -> None:
+    def _check(self, model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], found: Mapping[str, Any]) -> None:
         name = self.model_class.__name__
         if found["mismatched_keys"]:
             # transformers 5 gives each with its shapes
@@ -103,8 +103,7 @@ class Recipe:
             weights: weights of the model that is filled, as `weights_of` returns them.
         """
         targets = {
-            name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-            for name, t in weights.items()
+            name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for name, t in weights.items()
         }
 
         def load(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -1,4 +1,6 @@
-"""Golden prompts from a transformers model: log probabilities of the tokens of given prompts, and prompts that the model generates."""
+"""Golden prompts from a transformers model: log probabilities of the tokens of given prompts, and prompts that the
+model generates.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,15 @@ if TYPE_CHECKING:
 
 
 def golden_prompts(model: Any, prompts: Iterable[Sequence[int]]) -> list[GoldenPrompt]:
-    """Golden prompts for `TrainerClient.push`: each prompt with the log probabilities that the model assigns to its tokens.
+    """Golden prompts for `TrainerClient.push`: each prompt with the log probabilities that the model assigns to its
+    tokens.
 
-    The model computes in its own dtype, the softmax in float32. If the model is sharded over ranks, all ranks call this.
+    The model computes in its own dtype, the softmax in float32. If the model is sharded over ranks, all ranks call
+    this.
 
     Args:
-        model: a causal language model: called with ``input_ids`` of shape (1, tokens), it returns ``logits`` of shape (1, tokens, vocabulary). Its
-            mode (``train`` or ``eval``) is restored afterwards.
+        model: a causal language model: called with ``input_ids`` of shape (1, tokens), it returns ``logits`` of shape
+            (1, tokens, vocabulary). Its mode (``train`` or ``eval``) is restored afterwards.
         prompts: token ids of each, 2 to 256.
 
     Raises:

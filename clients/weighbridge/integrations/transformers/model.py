@@ -82,12 +82,19 @@ class TransformersModel(EngineModel):
         """Parameters and persistent buffers that a version fills.
 
         Raises:
-            FailedPrecondition: peft has given the model adapters: versions contain weights without adapters, or with all of them merged.
+            FailedPrecondition: peft has given the model adapters: versions contain weights without adapters, or with
+                all of them merged.
         """
         if has_adapters(self.model):
             raise FailedPrecondition(
-                "peft has added adapters to this model, and versions have none: a version of merged weights would apply them twice",
-                fix="remove them before an update: model.unload(); or merge_and_unload(), and attach() what that returns",
+                (
+                    "peft has added adapters to this model, and versions have none: a version of "
+                    "merged weights would apply them twice"
+                ),
+                fix=(
+                    "remove them before an update: model.unload(); or merge_and_unload(), and "
+                    "attach() what that returns"
+                ),
             )
         return {name: t for name, t in weights_of(self.model).items() if name not in self._missing}
 

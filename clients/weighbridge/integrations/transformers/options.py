@@ -1,5 +1,5 @@
-"""Options of ``from_pretrained`` that `from_weighbridge` accepts: some configure the config or the model, some have no effect, others are refused by
-name.
+"""Options of ``from_pretrained`` that `from_weighbridge` accepts: some configure the config or the model, some have no
+effect, others are refused by name.
 """
 
 from __future__ import annotations
@@ -34,10 +34,20 @@ _REFUSED = {
 }
 _OF_DOWNLOADS = frozenset(
     {
-        *("cache_dir", "force_download", "local_files_only", "token", "use_auth_token", "proxies", "resume_download", "mirror", "code_revision"),
+        *(
+            "cache_dir",
+            "force_download",
+            "local_files_only",
+            "token",
+            "use_auth_token",
+            "proxies",
+            "resume_download",
+            "mirror",
+            "code_revision",
+        ),
         *("use_safetensors", "weights_only", "low_cpu_mem_usage", "offload_state_dict"),
     }
-)  # fmt: skip
+)
 _SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")
 _FIX_DEVICE = "name one, such as 'cuda:0', or spread the model over ranks with tp_plan='auto'"
 
@@ -70,14 +80,17 @@ def check_not_quantised(what: object, quantization: object) -> None:
 
 
 def dtype_option(dtype: Any, torch_dtype: Any) -> Any:
-    """Dtype for ``from_pretrained``. The newer of the two argument names takes precedence; without either, the config's dtype is used."""
+    """Dtype for ``from_pretrained``.
+
+    The newer of the two argument names takes precedence; without either, the config's dtype is used.
+    """
     asked = torch_dtype if dtype is None else dtype
     return dtypes.parse(asked).torch if isinstance(asked, str) and asked != "auto" else asked or "auto"
 
 
 def configured(folder: str, options: Mapping[str, Any]) -> tuple[PretrainedConfig, dict[str, Any]]:
-    """The configuration in a folder, with the options that are its attributes applied, and the remaining options: the same split as in
-    ``from_pretrained``.
+    """The configuration in a folder, with the options that are its attributes applied, and the remaining options: the
+    same split as in ``from_pretrained``.
     """
     from transformers import AutoConfig
 
@@ -94,7 +107,9 @@ def configured(folder: str, options: Mapping[str, Any]) -> tuple[PretrainedConfi
 
 
 def single_device(device_map: Any, nbytes: int) -> torch.device | None:
-    """The single device that a ``device_map`` names or resolves to. ``auto`` resolves to the only accelerator, or to the CPU if there is none.
+    """The single device that a ``device_map`` names or resolves to.
+
+    ``auto`` resolves to the only accelerator, or to the CPU if there is none.
 
     Args:
         device_map: as for ``from_pretrained``.
@@ -121,14 +136,15 @@ def _only_device(device_map: str, nbytes: int) -> torch.device:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     if count > 1:
-        raise InvalidArgument(
-            f"device_map={device_map!r} would spread the model over {count} devices", fix=_FIX_DEVICE
-        )
+        raise InvalidArgument(f"device_map={device_map!r} would spread the model over {count} devices", fix=_FIX_DEVICE)
     device = torch.device(accelerator.type, 0)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
     if free is not None and nbytes > free:
         raise InvalidArgument(
-            f"device_map={device_map!r} would leave a part of the model in host memory: it has {nbytes} bytes, and {free} are free on {device}",
+            (
+                f"device_map={device_map!r} would leave a part of the model in host memory: it has "
+                f"{nbytes} bytes, and {free} are free on {device}"
+            ),
             fix=_FIX_DEVICE,
         )
     return device

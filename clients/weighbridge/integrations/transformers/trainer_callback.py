@@ -36,8 +36,9 @@ class PushCallback(PushHook, TrainerCallback):  # type: ignore[misc]  # transfor
     """Pushes the model of a ``Trainer`` as versions; a version's step is the trainer's global step: ``Trainer(...,
     callbacks=[PushCallback("acme/smol")])``.
 
-    If the service does not know the model, rank 0 registers it with the trainer's config and tokenizer; otherwise these replace the registered ones
-    before the first push of a training. A push returns once the weights are copied. If a push fails, the failure is logged and training continues.
+    If the service does not know the model, rank 0 registers it with the trainer's config and tokenizer; otherwise these
+    replace the registered ones before the first push of a training. A push returns once the weights are copied. If a
+    push fails, the failure is logged and training continues.
 
     Args:
         model: ``namespace/name``.
@@ -47,8 +48,9 @@ class PushCallback(PushHook, TrainerCallback):  # type: ignore[misc]  # transfor
         run: name of the training run, part of the version's lineage.
         strict: raise if a push fails or a version cannot be completed; each push waits until its version is ready.
         lane, retry_seconds, credentials: as for `TrainerClient`.
-        options: of each push, as for `TrainerClient.push`: ``metadata``, ``candidate``, ``allow_nonfinite``, ``max_hold_s``. ``on_failure`` is ``warn`` by
-            default here; ``raise`` is the same as ``strict``, except that a push does not wait until its version is ready.
+        options: of each push, as for `TrainerClient.push`: ``metadata``, ``candidate``, ``allow_nonfinite``,
+            ``max_hold_s``. ``on_failure`` is ``warn`` by default here; ``raise`` is the same as ``strict``, except that
+            a push does not wait until its version is ready.
 
     Raises:
         InvalidArgument: ``every`` is less than 1.
@@ -74,9 +76,7 @@ class PushCallback(PushHook, TrainerCallback):  # type: ignore[misc]  # transfor
         self._every = every
         check_options(options)
         self._dtype = dtype
-        self._client = TrainerClient(
-            server, run=run, retry_seconds=retry_seconds, lane=lane, credentials=credentials
-        )
+        self._client = TrainerClient(server, run=run, retry_seconds=retry_seconds, lane=lane, credentials=credentials)
         self._pushes = GuardedPushes(self._client, model, None, strict=strict, logger=logger, options=options)
         self._carried = False
 
@@ -87,16 +87,12 @@ class PushCallback(PushHook, TrainerCallback):  # type: ignore[misc]  # transfor
         self._pushes.begin_anew()
         self._carried = False
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Push if ``every`` steps have passed."""
         if self._every is not None and state.global_step % self._every == 0:
             self._push(state, **kwargs)
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Push if ``every`` is not set."""
         if self._every is None:
             self._push(state, **kwargs)
@@ -152,8 +148,8 @@ class PushCallback(PushHook, TrainerCallback):  # type: ignore[misc]  # transfor
 
 @contextlib.contextmanager
 def _saved(model: Any, processing_class: Any) -> Iterator[Path]:
-    """A folder as `save_pretrained` writes it, without weights: config, generation config, code of a class from a repository, and the tokenizer if
-    there is one.
+    """A folder as `save_pretrained` writes it, without weights: config, generation config, code of a class from a
+    repository, and the tokenizer if there is one.
     """
     config = copy.copy(model.config)
     # FSDP2 and torch.compile create their own classes; peft's wrap the model
@@ -164,7 +160,8 @@ def _saved(model: Any, processing_class: Any) -> Iterator[Path]:
         _save_code(inner, config, folder)
         config.save_pretrained(folder)
         generation = getattr(inner, "generation_config", None)
-        # a generation config that transformers derived from the config adds nothing, and would replace the registered one
+        # a generation config that transformers derived from the config adds nothing, and would replace the registered
+        # one
         if generation is not None and not generation._from_model_config:
             generation.to_json_file(Path(folder) / "generation_config.json")
         if hasattr(processing_class, "save_pretrained"):

@@ -1,11 +1,12 @@
 """verl's checkpoint managers with the service as their store, instead of one file per rank.
 
-verl has no setting for a checkpoint manager. Before each worker creates its engine, it imports the module in ``model.external_lib``. This module then
-installs its managers where verl's engines look for theirs.
+verl has no setting for a checkpoint manager. Before each worker creates its engine, it imports the module in
+``model.external_lib``. This module then installs its managers where verl's engines look for theirs.
 
     actor_rollout_ref.model.external_lib=weighbridge.integrations.verl.checkpoints
 
-``WEIGHBRIDGE_CHECKPOINTS`` names the model, ``WEIGHBRIDGE_SERVER`` the service. verl still stores a critic's checkpoints itself.
+``WEIGHBRIDGE_CHECKPOINTS`` names the model, ``WEIGHBRIDGE_SERVER`` the service. verl still stores a critic's
+checkpoints itself.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ _SCHEDULER = "lr_scheduler"
 class _StoredCheckpoints:
     """A checkpoint manager's ``save_checkpoint`` and ``load_checkpoint``, which override those of verl's class.
 
-    The folder is created but stays empty: verl looks for it and its number when it resumes. ``save_contents`` and ``load_contents`` are respected,
-    except that parameters are always saved, and no Hugging Face folder is written (use ``weighbridge export``).
+    The folder is created but stays empty: verl looks for it and its number when it resumes. ``save_contents`` and
+    ``load_contents`` are respected, except that parameters are always saved, and no Hugging Face folder is written (use
+    ``weighbridge export``).
     """
 
     def _module(self) -> Any:
@@ -64,7 +66,8 @@ class _StoredCheckpoints:
     def save_checkpoint(
         self: Any, local_path: str, hdfs_path: Any = None, global_step: int = 0, max_ckpt_to_keep: Any = None
     ) -> None:
-        """Push everything that training needs to resume, and return when it is stored; verl then records that the checkpoint exists.
+        """Push everything that training needs to resume, and return when it is stored; verl then records that the
+        checkpoint exists.
 
         Raises:
             WeighbridgeError: as `CheckpointManager.save` and `CheckpointManager.wait`.
@@ -91,11 +94,9 @@ class _StoredCheckpoints:
                 Path(get_checkpoint_tracker_filename(root)).write_text(str(global_step))
             self.register_checkpoint(local_path, max_ckpt_to_keep)
 
-    def load_checkpoint(
-        self: Any, local_path: str, hdfs_path: Any = None, del_local_after_load: bool = False
-    ) -> None:
-        """Restore the newest training state of the step in a folder's name ``global_step_<step>``. If the number of ranks differs, random states are
-        not restored.
+    def load_checkpoint(self: Any, local_path: str, hdfs_path: Any = None, del_local_after_load: bool = False) -> None:
+        """Restore the newest training state of the step in a folder's name ``global_step_<step>``. If the number of
+        ranks differs, random states are not restored.
 
         Raises:
             NotFound: no such training state exists.
@@ -107,11 +108,7 @@ class _StoredCheckpoints:
         step = _step_of(local_path)
         loads_extra = self.should_load_extra
         kept: dict[str, Any] = {_RANDOM: None}
-        state = (
-            {_SCHEDULER: self.lr_scheduler}
-            if self.lr_scheduler is not None and self._loads_scheduler()
-            else {}
-        )
+        state = {_SCHEDULER: self.lr_scheduler} if self.lr_scheduler is not None and self._loads_scheduler() else {}
         checkpoints = self._checkpoints(
             self.optimizer if self.should_load_optimizer else None, state, kept if loads_extra else None
         )
@@ -119,7 +116,10 @@ class _StoredCheckpoints:
         if found is None:
             raise NotFound(
                 f"there is no training state of step {step} of {_model()}",
-                fix=f"weighbridge versions {_model()}:training lists them; {local_path} was saved without {MODEL}, or was deleted",
+                fix=(
+                    f"weighbridge versions {_model()}:training lists them; {local_path} was saved "
+                    f"without {MODEL}, or was deleted"
+                ),
             )
         fits = found.ranks == dist.get_world_size()
         checkpoints.restore(found.number, rank_state=fits)
@@ -133,9 +133,7 @@ class _StoredCheckpoints:
         state: MutableMapping[str, Any],
         rank_state: MutableMapping[str, Any] | None,
     ) -> CheckpointManager:
-        return CheckpointManager(
-            _client(), _model(), self._module(), optimizer, state=state, rank_state=rank_state
-        )
+        return CheckpointManager(_client(), _model(), self._module(), optimizer, state=state, rank_state=rank_state)
 
 
 class WeighbridgeFSDPCheckpointManager(

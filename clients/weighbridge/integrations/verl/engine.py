@@ -26,8 +26,8 @@ class Settings(WorkerSettings, PluginSettings):
     """Entries of ``engine_kwargs.weighbridge``.
 
     Attributes:
-        mode: with ``tensors``, verl passes whole tensors to its engines; with ``slices``, each rank of vLLM with weighbridge's plug-in pulls its own
-            slices, which requires `WeighbridgeManager`.
+        mode: with ``tensors``, verl passes whole tensors to its engines; with ``slices``, each rank of vLLM with
+            weighbridge's plug-in pulls its own slices, which requires `WeighbridgeManager`.
     """
 
     mode: str = "tensors"
@@ -46,7 +46,8 @@ class Settings(WorkerSettings, PluginSettings):
 class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: ignore[misc]  # verl is seen as untyped
     """One worker's end of the updates of a verl job. Each update is a version of the model.
 
-    Each actor rank pushes its share of each tensor that verl gathers. Rollouts pull whole tensors and pass them to verl.
+    Each actor rank pushes its share of each tensor that verl gathers. Rollouts pull whole tensors and pass them to
+    verl.
 
     Args:
         bucket_size: maximum bytes that an actor uses in addition to the tensor that it receives.
@@ -75,8 +76,8 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, _metadata: Sequence[Any]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Begin an update: create the arguments of all workers. Workers receive no information about each other; they find each other through the
-        service.
+        """Begin an update: create the arguments of all workers. Workers receive no information about each other; they
+        find each other through the service.
         """
         ticket = Update.new().ticket
         actors: dict[str, list[Any]] = {
@@ -109,11 +110,13 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
         """Push this actor's share of each tensor, in the calling thread, and wait until rollouts can pull the version.
 
         Args:
-            weights: name and whole tensor of each. Always consumed to the end, because other actors gather them together with this one.
+            weights: name and whole tensor of each. Always consumed to the end, because other actors gather them
+                together with this one.
             global_steps: the version's step; by default the number of updates so far.
 
         Returns:
-            Metrics, on the master: the version's number, the duration of the push in seconds, and whether the version is held.
+            Metrics, on the master: the version's number, the duration of the push in seconds, and whether the version
+            is held.
 
         Raises:
             As `TrainerClient.push_gathered`, and VersionFailed: the version could not be completed.
@@ -128,9 +131,7 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
             "weighbridge/held": float(bool(version.held)),
         }
 
-    async def receive_weights(
-        self, global_steps: int | None = None
-    ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Pull the update's whole tensors once all actors have pushed. If an actor failed, verl receives none of them.
 
         Raises:
@@ -149,9 +150,7 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
 
     def _told(self) -> Update:
         if self._update is None:
-            raise FailedPrecondition(
-                "this worker has not received an update", fix="call init_process_group first"
-            )
+            raise FailedPrecondition("this worker has not received an update", fix="call init_process_group first")
         return self._update
 
     def _device(self) -> torch.device:

@@ -1,7 +1,7 @@
 """Manager of updates for verl: rollouts generate until the new version is complete.
 
-verl's own manager stops them before actors begin to gather. Here a failed push reaches no engine, replicas that start later load the newest version
-from the service, and engines with weighbridge's plug-in pull their own slices.
+verl's own manager stops them before actors begin to gather. Here a failed push reaches no engine, replicas that start
+later load the newest version from the service, and engines with weighbridge's plug-in pull their own slices.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
             The actors' metrics.
 
         Raises:
-            RayTaskError: an actor failed, and no replica was changed. Or a worker of a replica failed: in mode ``tensors`` that replica does not
-                generate until an update has succeeded; in mode ``slices`` it continues with its previous version. A note lists the versions of the
-                replicas.
+            RayTaskError: an actor failed, and no replica was changed. Or a worker of a replica failed: in mode
+                ``tensors`` that replica does not generate until an update has succeeded; in mode ``slices`` it
+                continues with its previous version. A note lists the versions of the replicas.
         """
         if self.backend != NAME:
             metrics: dict[str, Any] = await super().update_weights(global_steps)
@@ -58,9 +58,7 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
         await _on_all(self.actor_wg, "prepare")
         told, _ = self.backend_cls.build_topology(count, 0, [])
         await _on_all(self.actor_wg, "init_process_group", **told)
-        found = await asyncio.gather(
-            *self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
-        )
+        found = await asyncio.gather(*self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend))
         await _on_all(self.actor_wg, "finalize")
         metrics = {key: value for each in found for key, value in (each or {}).items()}
         await self._bring(self.replicas, told["ticket"][0], metrics.get(VERSION), global_steps)
@@ -89,25 +87,17 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
         with self._source.connect() as client:
             return client.version(self._source.model, version)
 
-    async def _bring(
-        self, replicas: Sequence[Any], ticket: str, number: int | None, step: int | None
-    ) -> None:
+    async def _bring(self, replicas: Sequence[Any], ticket: str, number: int | None, step: int | None) -> None:
         if self._slices:
             if number is None:
-                raise FailedPrecondition(
-                    "the actors' metrics do not contain the version that they have pushed"
-                )
-            await _on_each(
-                [self._bring_slices(replica, int(number), step) for replica in replicas], int(number)
-            )
+                raise FailedPrecondition("the actors' metrics do not contain the version that they have pushed")
+            await _on_each([self._bring_slices(replica, int(number), step) for replica in replicas], int(number))
         else:
             await self._bring_tensors(replicas, ticket, number, step)
 
-    async def _bring_tensors(
-        self, replicas: Sequence[Any], ticket: str, number: int | None, step: int | None
-    ) -> None:
-        """Let workers pull whole tensors, and verl pass them to its engines. After a failure, engines have no weights, because verl's release of the
-        KV cache also releases the weights. So they do not resume.
+    async def _bring_tensors(self, replicas: Sequence[Any], ticket: str, number: int | None, step: int | None) -> None:
+        """Let workers pull whole tensors, and verl pass them to its engines. After a failure, engines have no weights,
+        because verl's release of the KV cache also releases the weights. So they do not resume.
         """
         workers = [worker for replica in replicas for worker in replica.workers]
         rollouts = RayWorkerGroup(
@@ -124,7 +114,10 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
         await _all(replica.resume_generation() for replica in replicas)
 
     async def _bring_slices(self, replica: Any, number: int, step: int | None) -> None:
-        """Let the ranks of an engine pull their slices through its weight-transfer engine. The engine pauses only for the last step."""
+        """Let the ranks of an engine pull their slices through its weight-transfer engine.
+
+        The engine pauses only for the last step.
+        """
         server = _server_of(replica)
 
         async def ask(method: str, **arguments: Any) -> None:
@@ -168,7 +161,10 @@ async def _on_all(workers: Any, method: str, **arguments: Sequence[Any]) -> None
 
 
 async def _on_each(calls: Sequence[Awaitable[None]], number: int) -> None:
-    """Wait until all replicas have ended. Raises the error of the first that failed, with a note that lists which replicas have the version."""
+    """Wait until all replicas have ended.
+
+    Raises the error of the first that failed, with a note that lists which replicas have the version.
+    """
     ended = await asyncio.gather(*calls, return_exceptions=True)
     failed = {index: each for index, each in enumerate(ended) if isinstance(each, BaseException)}
     if not failed:

@@ -1,7 +1,7 @@
 """Weighbridge inside vLLM, from 0.24 on: a load format and a weight-transfer engine, both called ``weighbridge``.
 
-vLLM finds `register` by the entry point group ``vllm.general_plugins`` and calls it in each of its processes. The other modules are imported when
-vLLM requests them by name, so that an installed but unused weighbridge costs nothing.
+vLLM finds `register` by the entry point group ``vllm.general_plugins`` and calls it in each of its processes. The other
+modules are imported when vLLM requests them by name, so that an installed but unused weighbridge costs nothing.
 """
 
 # May import: `engine_rank`, `follow`, `_lazy`, `_clients` and folders below, and vLLM.
@@ -40,8 +40,8 @@ NAME = "weighbridge"
 def register() -> None:
     """Register the load format and the transfer engine with vLLM. Calling it again changes nothing.
 
-    If vLLM's names differ from those of the known releases, nothing is registered and a message is logged: an error would end vLLM, even if
-    weighbridge is not used.
+    If vLLM's names differ from those of the known releases, nothing is registered and a message is logged: an error
+    would end vLLM, even if weighbridge is not used.
     """
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

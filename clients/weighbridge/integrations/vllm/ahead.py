@@ -1,7 +1,8 @@
-"""Processing of a staged version before it is applied: layer by layer, in parallel with the engine, into the memory where the layer's weights were
-staged.
+"""Processing of a staged version before it is applied: layer by layer, in parallel with the engine, into the memory
+where the layer's weights were staged.
 
-Other layers are processed in the pause. Observation, not a list of names, decides which; the log gives the reason once for each kind of layer.
+Other layers are processed in the pause. Observation, not a list of names, decides which; the log gives the reason once
+for each kind of layer.
 """
 
 from __future__ import annotations
@@ -52,9 +53,7 @@ class Ahead:
 
     def reserve(self, device: torch.device) -> int:
         """Reserve GPU memory for the processing results of any single layer. Returns the number of bytes."""
-        quantized = (
-            each for each in self._model.modules() if getattr(_method(each), "uses_meta_device", False)
-        )
+        quantized = (each for each in self._model.modules() if getattr(_method(each), "uses_meta_device", False))
         self._room_bytes = max((_nbytes_of(layer) for layer in quantized), default=0)
         with lazy.on_stream_of(device, self._own_stream(device)):
             self._take_room(device)
@@ -65,9 +64,7 @@ class Ahead:
         self._stream, self._room_bytes, self._room = before._stream, before._room_bytes, before._room
         before._room = None
 
-    def process(
-        self, update: lazy.Update, recording: lazy.Recording, leave: Container[torch.nn.Module]
-    ) -> int:
+    def process(self, update: lazy.Update, recording: lazy.Recording, leave: Container[torch.nn.Module]) -> int:
         """Process those staged layers of a version that can be processed ahead. Returns their number.
 
         Args:
@@ -151,9 +148,7 @@ class Ahead:
         if sum(map(_nbytes, subject.live.values())) > sum(map(_nbytes, subject.loaded.values())):
             raise Unsuitable(_TOO_LARGE)
         made = self._shadows.process(subject, set(owners), self._room_bytes + _SPARE_BYTES)
-        if not update.replace(
-            [full[name] for name in given], {full[name]: each for name, each in made.items()}
-        ):
+        if not update.replace([full[name] for name in given], {full[name]: each for name, each in made.items()}):
             raise Unsuitable(_TOO_LARGE)
         return True
 

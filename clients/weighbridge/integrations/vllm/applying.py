@@ -1,8 +1,9 @@
 """Application of an update to the layers of a model that may be computing with repacked or derived weights.
 
-A layer whose weights vLLM processes after loading goes through vLLM's own layerwise reloading: it is recreated in checkpoint format, filled,
-processed, and copied to the tensors that the kernels read. If observation has shown that processing does not change a layer, the layer is filled in
-place. If this holds for all layers, the next update does not use reloading.
+A layer whose weights vLLM processes after loading goes through vLLM's own layerwise reloading: it is recreated in
+checkpoint format, filled, processed, and copied to the tensors that the kernels read. If observation has shown that
+processing does not change a layer, the layer is filled in place. If this holds for all layers, the next update does not
+use reloading.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Applier:
         self._unprocessed: WeakSet[torch.nn.Module] = WeakSet()
         """Layers that vLLM's processing was observed not to change."""
         self._kept: WeakKeyDictionary[torch.nn.Module, frozenset[str]] = WeakKeyDictionary()
-        """Tensors, by layer, that processing for CPU kernels leaves as they were loaded, in addition to the tensors that it derives from them.
+        """Tensors, by layer, that processing for CPU kernels leaves as they were loaded, in addition to the tensors
+        that it derives from them.
 
         Not recorded for GPUs, whose kernels' writes cannot be observed.
         """
@@ -72,17 +74,13 @@ class Applier:
         missing = recording.targets.keys() - layers.names_loaded(self._model)
         if missing:
             raise FailedPrecondition(
-                counted(
-                    len(missing), "parameter that receives weights is", "parameters that receive weights are"
-                )
+                counted(len(missing), "parameter that receives weights is", "parameters that receive weights are")
                 + f" no longer in the model: {', '.join(sorted(missing)[:3])}",
                 fix="vLLM has renamed layers after loading: updates of such engines are not supported",
             )
 
     @torch.no_grad()
-    def apply(
-        self, update: lazy.Update, recording: lazy.Recording, rest: Sequence[tuple[str, torch.Tensor]]
-    ) -> None:
+    def apply(self, update: lazy.Update, recording: lazy.Recording, rest: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Fill the model's parameters.
 
         Args:
@@ -182,7 +180,9 @@ class Applier:
         wanted: Sequence[tuple[torch.nn.Module, Mapping[str, str]]],
         update: lazy.Update,
     ) -> bool:
-        """Whether all filled tensors are those that the layers compute with outside a reload, or have been processed ahead."""
+        """Whether all filled tensors are those that the layers compute with outside a reload, or have been processed
+        ahead.
+        """
         for layer, names in wanted:
             if self._is_processed(layer):
                 return False
@@ -206,11 +206,7 @@ class Applier:
         found = []
         for prefix, layer in named_layers(self._model):
             full = {name: layers.full_name(prefix, name) for name in watching.own_tensors(layer)}
-            names = {
-                name: each
-                for name, each in full.items()
-                if each in recording.targets and each not in replaced
-            }
+            names = {name: each for name, each in full.items() if each in recording.targets and each not in replaced}
             if names:
                 found.append((layer, names))
         return found
@@ -221,9 +217,7 @@ class Applier:
             if is_deferred(layer):
                 layer.process_weights_after_loading(self._model_config.dtype)
 
-    def _fill(
-        self, layer: torch.nn.Module, fills: Mapping[str, Fill], borrowed: Borrowed, *, alone: bool
-    ) -> bool:
+    def _fill(self, layer: torch.nn.Module, fills: Mapping[str, Fill], borrowed: Borrowed, *, alone: bool) -> bool:
         """Fill one layer; ``alone`` if nothing else fills it. Returns whether it was filled in place."""
         if alone and self._is_as_loaded(layer):
             live = _live_tensors(layer)
@@ -263,7 +257,9 @@ class Applier:
             vars(method).pop("process_weights_after_loading", None)
 
     def _process_shared(self, filled: Sequence[torch.nn.Module]) -> None:
-        """Process layers that were not filled themselves but share a tensor with one that was, as a tied output layer does."""
+        """Process layers that were not filled themselves but share a tensor with one that was, as a tied output layer
+        does.
+        """
         owners = {id(tensor): layer for layer in filled for tensor in watching.own_tensors(layer).values()}
         for layer in self._model.modules():
             method = getattr(layer, "quant_method", None)

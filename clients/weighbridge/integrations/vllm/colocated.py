@@ -1,8 +1,9 @@
-"""Trainer and vLLM engine that share a GPU in turns: one call transfers the trained weights to the engine, which slept meanwhile.
+"""Trainer and vLLM engine that share a GPU in turns: one call transfers the trained weights to the engine, which slept
+meanwhile.
 
-The trainer's tensors are pushed to the service's host memory and then moved off the GPU before the engine's weights get memory there. The weights are
-updated before the KV cache gets memory. So the GPU never contains two sets of weights, or the trainer and a KV cache. This requires only vLLM's
-`LLM`.
+The trainer's tensors are pushed to the service's host memory and then moved off the GPU before the engine's weights get
+memory there. The weights are updated before the KV cache gets memory. So the GPU never contains two sets of weights, or
+the trainer and a KV cache. This requires only vLLM's `LLM`.
 """
 
 from __future__ import annotations
@@ -170,18 +171,20 @@ class LlmEngine:
 class ColocatedEngine:
     """An engine that shares its GPU with the ranks of a trainer.
 
-    All ranks make the same calls. If an engine has several ranks whose workers are in the trainer's processes, each rank passes its own `LLM`.
+    All ranks make the same calls. If an engine has several ranks whose workers are in the trainer's processes, each
+    rank passes its own `LLM`.
 
     Args:
         engine: a `vllm.LLM` of this process, or the URL of a server; None on ranks of the trainer without an engine.
         model: ``namespace/name``.
         server: the service's gRPC address, as the engine reaches it.
         lane: how weights travel to the engine; None keeps its start setting.
-        stale_drafter: policy for versions that leave the engine's drafter behind: ``refuse`` or ``allow``; None keeps its start setting. With level
-            2, a drafter that is a separate model is lost.
-        level: level of its sleep. With 2 its weights are discarded, which costs neither host memory nor time, because the service has them. With 1
-            vLLM keeps them; use this for engines with parameters that no version fills.
-        ranks: ranks of the trainer, if there are several: a `weighbridge.integrations.engine_rank.agreement.ProcessGroup` of gloo.
+        stale_drafter: policy for versions that leave the engine's drafter behind: ``refuse`` or ``allow``; None keeps
+            its start setting. With level 2, a drafter that is a separate model is lost.
+        level: level of its sleep. With 2 its weights are discarded, which costs neither host memory nor time, because
+            the service has them. With 1 vLLM keeps them; use this for engines with parameters that no version fills.
+        ranks: ranks of the trainer, if there are several: a
+            `weighbridge.integrations.engine_rank.agreement.ProcessGroup` of gloo.
         memory: returns the used bytes of the GPU; by default from CUDA.
     """
 
@@ -206,15 +209,19 @@ class ColocatedEngine:
         self._memory = memory
 
     def update(self, push: Callable[[], PushHandle], offload: Callable[[], object]) -> ColocatedUpdate:
-        """Push the trained weights, move the trainer's tensors off the GPU, and wake the engine up with the version. Collective.
+        """Push the trained weights, move the trainer's tensors off the GPU, and wake the engine up with the version.
 
-        If this fails before the engine has woken up, the engine continues to sleep with its previous version. If it fails later, the engine is put to
-        sleep again, and the trainer can use the GPU. The engine's next wake-up restores its previous version, or fails if that is no longer
-        available.
+        Collective.
+
+        If this fails before the engine has woken up, the engine continues to sleep with its previous version. If it
+        fails later, the engine is put to sleep again, and the trainer can use the GPU. The engine's next wake-up
+        restores its previous version, or fails if that is no longer available.
 
         Args:
-            push: pushes this rank's tensors, for example ``partial(client.push_state_dict, "acme/policy", module, step=7)``.
-            offload: moves the trainer's tensors off the GPU; this method then releases torch's cached memory. The tensors may be changed again.
+            push: pushes this rank's tensors, for example
+                ``partial(client.push_state_dict, "acme/policy", module, step=7)``.
+            offload: moves the trainer's tensors off the GPU; this method then releases torch's cached memory. The
+                tensors may be changed again.
 
         Raises:
             VersionFailed: the version could not be completed.
@@ -238,9 +245,7 @@ class ColocatedEngine:
                 error.add_note(said)
                 raise
             if isinstance(error, WeighbridgeError):
-                raise FailedPrecondition(
-                    f"{error.message}; {said}", details=error.details, fix=error.fix
-                ) from error
+                raise FailedPrecondition(f"{error.message}; {said}", details=error.details, fix=error.fix) from error
             raise FailedPrecondition(f"{type(error).__name__}: {error}; {said}") from error
         return ColocatedUpdate(number, pushed, offloaded, woken, updated, computing)
 
@@ -294,7 +299,10 @@ class ColocatedEngine:
         return found, Part(time.monotonic() - started, peak.nbytes)
 
     def _together(self, step: Callable[[], T]) -> T:
-        """Result of a step on this rank, once all ranks have run it. Raises this rank's error, or the failure of another rank."""
+        """Result of a step on this rank, once all ranks have run it.
+
+        Raises this rank's error, or the failure of another rank.
+        """
         if self._ranks.size == 1:
             return step()
         try:
@@ -343,7 +351,9 @@ class Peak:
 
 
 def used_bytes(card: int | None = None) -> int:
-    """Used bytes of a GPU, by all processes; of the calling thread's GPU if none is named. 0 if this process uses no GPU."""
+    """Used bytes of a GPU, by all processes; of the calling thread's GPU if none is named. 0 if this process uses no
+    GPU.
+    """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
         return 0
     free, total = torch.cuda.mem_get_info(card)

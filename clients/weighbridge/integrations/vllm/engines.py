@@ -1,7 +1,9 @@
-"""Engines behind one API server of vLLM: a call about weights reaches all of them, all respond, and either all or none update to a version.
+"""Engines behind one API server of vLLM: a call about weights reaches all of them, all respond, and either all or none
+update to a version.
 
-With data parallelism vLLM calls all engines, returns the first one's response, and does not roll back engines that succeeded if others failed. Each
-API server runs this code, because each reaches all engines. It requires only vLLM's client of engines, as `EnginesClient`.
+With data parallelism vLLM calls all engines, returns the first one's response, and does not roll back engines that
+succeeded if others failed. Each API server runs this code, because each reaches all engines. It requires only vLLM's
+client of engines, as `EnginesClient`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _APPLY, _UNDO = _WORKERS + "apply", _WORKERS + "undo"
 _TRANSFER = "update_weights"
 """vLLM's worker method that receives weights through the transfer engine."""
 STAGE, APPLY, UNDO, DISCARD = "stage", "apply", "undo", "discard"
-"""Phases of an update of several engines: names of worker methods without the prefix `_WORKERS`, and phases of the transfer engine."""
+"""Phases of an update of several engines: names of worker methods without the prefix `_WORKERS`, and phases of the
+transfer engine.
+"""
 
 Problems = dict[int, str]
 """Failure of each engine; empty on success."""
@@ -138,7 +142,9 @@ class _Asking:
         return {each: _problem(self.answers[each]) for each in engines}
 
     async def do(self, engines: Sequence[int], phase: str) -> Problems:
-        """Run a step of the call's update: through vLLM's own method, which raises failures, or through the workers' own methods, which return them."""
+        """Run a step of the call's update: through vLLM's own method, which raises failures, or through the workers'
+        own methods, which return them.
+        """
         if self.call.method == _TRANSFER:
             kwargs = {"update_info": _in_phase((self.call.kwargs or {})["update_info"], phase)}
             return await self.ask(engines, _TRANSFER, (), kwargs)
@@ -175,7 +181,9 @@ _turns: WeakKeyDictionary[Any, asyncio.Lock] = WeakKeyDictionary()
 
 
 def _turn(client: EnginesClient) -> asyncio.Lock:
-    """Lock of a server's updates: engines that receive two updates in different orders would end with different versions."""
+    """Lock of a server's updates: engines that receive two updates in different orders would end with different
+    versions.
+    """
     return _turns.setdefault(client, asyncio.Lock())
 
 
@@ -188,8 +196,7 @@ def _is_update(client: EnginesClient, call: Call) -> bool:
         return False
     transfer = getattr(client.vllm_config, "weight_transfer_config", None)
     return getattr(transfer, "backend", None) == NAME and all(
-        isinstance(each, Mapping) and _phase(each) in (STAGE, APPLY)
-        for each in _each(call.kwargs["update_info"])
+        isinstance(each, Mapping) and _phase(each) in (STAGE, APPLY) for each in _each(call.kwargs["update_info"])
     )
 
 

@@ -1,4 +1,6 @@
-"""Places outside a vLLM engine where results of old weights persist, although each update empties the engine's own caches. Pure."""
+"""Places outside a vLLM engine where results of old weights persist, although each update empties the engine's own
+caches. Pure.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _KEEPING = frozenset(
         "ExampleConnector",
     }
 )
-"""KV connectors that look up a block only by its tokens and have no `reset_cache`, so that vLLM's pause does not clear them (vLLM 0.24 to 0.32)."""
+"""KV connectors that look up a block only by its tokens and have no `reset_cache`, so that vLLM's pause does not clear
+them (vLLM 0.24 to 0.32).
+"""
 
 
 def check_updatable(configuration: Any) -> None:

@@ -43,7 +43,8 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
                 seen.add(id(tensor))
                 kind = parameters if name in layer._parameters else buffers
                 kind[full_name(prefix, name)] = tensor
-    # parameters first: a buffer may be a view of another layer's, as in mixers of Mamba, and reloading knows none of these
+    # parameters first: a buffer may be a view of another layer's, as in mixers of Mamba, and reloading knows none of
+    # these
     return {**parameters, **buffers}
 
 
@@ -58,9 +59,11 @@ def names_loaded(model: torch.nn.Module) -> set[str]:
 
 
 def packed_weights(model: torch.nn.Module) -> Tensors:
-    """Transposed weights that CPU kernels of linear layers multiply by, under the weights' names with the suffix `PACKED`.
+    """Transposed weights that CPU kernels of linear layers multiply by, under the weights' names with the suffix
+    `PACKED`.
 
-    They are recovered from products with rows of an identity matrix: all but one of the summands are zeros, so that nothing is rounded.
+    They are recovered from products with rows of an identity matrix: all but one of the summands are zeros, so that
+    nothing is rounded.
     """
     found: Tensors = {}
     for prefix, layer in named_layers(model):
@@ -82,7 +85,10 @@ def full_name(prefix: str, name: str) -> str:
 
 
 def shapes_loaded(model: torch.nn.Module) -> list[lazy.Shape]:
-    """Shapes of the tensors that a version is loaded into, as far as they are known before a loader is recorded. Shared tensors appear once."""
+    """Shapes of the tensors that a version is loaded into, as far as they are known before a loader is recorded.
+
+    Shared tensors appear once.
+    """
     found: list[lazy.Shape] = []
     seen: set[int] = set()
     for layer in model.modules():
@@ -98,7 +104,9 @@ def shapes_loaded(model: torch.nn.Module) -> list[lazy.Shape]:
 
 
 def as_made(layer: torch.nn.Module) -> Tensors:
-    """A layer's tensors, without storage, as they were when the model was created; only those that reloading recreates."""
+    """A layer's tensors, without storage, as they were when the model was created; only those that reloading
+    recreates.
+    """
     parameters, buffers = get_layerwise_info(layer).restore_metadata
     return {**parameters, **buffers}
 
@@ -110,7 +118,9 @@ def is_buffer(layer: torch.nn.Module, name: str) -> bool:
 
 
 def dressed(layer: torch.nn.Module, shadow: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor for a copy of a layer, with the class and attributes that the layer's tensor had when the model was created, as reloading sets them."""
+    """A tensor for a copy of a layer, with the class and attributes that the layer's tensor had when the model was
+    created, as reloading sets them.
+    """
     like: Any = as_made(layer).get(name, own_tensors(layer).get(name))
     found: Any = tensor
     found.__class__ = like.__class__
@@ -132,8 +142,8 @@ def quantizes_while_loading(model: torch.nn.Module) -> bool:
 def reloading(model: torch.nn.Module, model_config: Any) -> Iterator[None]:
     """Block in which the layers are in checkpoint format, without storage.
 
-    Layers that are filled in the block are processed and copied to the tensors that kernels read. The other layers are restored, and so are layers
-    that were incomplete when an error occurred.
+    Layers that are filled in the block are processed and copied to the tensors that kernels read. The other layers are
+    restored, and so are layers that were incomplete when an error occurred.
     """
     initialize_layerwise_reload(model)
     try:
@@ -170,7 +180,8 @@ def without_storage(model: torch.nn.Module, model_config: Any) -> Iterator[Tenso
                 key = shared.get((layer, name), id(tensor))
                 if key not in bare:
                     bare[key] = _bare(tensor)
-                # not with setattr: a tensor that vLLM leaves in place may be one that modules do not accept as a parameter
+                # not with setattr: a tensor that vLLM leaves in place may be one that modules do not accept as a
+                # parameter
                 where: Any = layer._parameters if name in layer._parameters else layer._buffers
                 where[name] = bare[key]
         with _attributes_kept(model):
@@ -179,8 +190,9 @@ def without_storage(model: torch.nn.Module, model_config: Any) -> Iterator[Tenso
 
 @contextmanager
 def _attributes_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Block after which the attributes of all layers are restored, except parameters, buffers and sublayers. Loaders of some models, such as DFlash
-    drafters, store values derived from parameters in attributes, and here the parameters have no storage.
+    """Block after which the attributes of all layers are restored, except parameters, buffers and sublayers. Loaders of
+    some models, such as DFlash drafters, store values derived from parameters in attributes, and here the parameters
+    have no storage.
     """
     before = [(vars(layer), _plain_attributes(layer)) for layer in model.modules()]
     try:
@@ -206,7 +218,9 @@ def _bare(tensor: Any) -> Any:
 
 
 def twin_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without storage, with the layout of another tensor and the loader that it had when the model was created."""
+    """A tensor without storage, with the layout of another tensor and the loader that it had when the model was
+    created.
+    """
     found: torch.Tensor = _bare(storageless.twin_of(tensor))
     return found
 

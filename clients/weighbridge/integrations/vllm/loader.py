@@ -31,9 +31,7 @@ class WeighbridgeLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is se
     def download_model(self, model_config: Any) -> None:
         """Does nothing: each rank fetches its own part when it loads."""
 
-    def get_all_weights(
-        self, model_config: Any, model: torch.nn.Module
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors of the version, lazily, for vLLM's own reloading."""
         settings = self._settings(model_config)
         with settings.source.connect() as client:
@@ -46,7 +44,8 @@ class WeighbridgeLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is se
         if apart and settings.draft:
             settings = settings.of_drafter
         elif apart:
-            # vLLM loads a drafter the same way as the policy unless a setting overrides it, but this drafter is not from the service
+            # vLLM loads a drafter the same way as the policy unless a setting overrides it, but this drafter is not
+            # from the service
             plain = replace(self.load_config, load_format="auto", model_loader_extra_config={})
             DefaultModelLoader(plain).load_weights(model, model_config)
             return

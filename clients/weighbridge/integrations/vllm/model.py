@@ -58,9 +58,7 @@ class VllmModel(EngineModel):
         self._apply_by(Applier(self.model, self._model_config, self.applier, applier_of(drafter)))
         if self.place is not None:
             own = [tensor for name, tensor in self.targets().items() if name.startswith(PREFIX)]
-            nbytes = self.place.nbytes + int(
-                self._share * lazy.staging_bytes(lazy.Shape.of(tensor) for tensor in own)
-            )
+            nbytes = self.place.nbytes + int(self._share * lazy.staging_bytes(lazy.Shape.of(tensor) for tensor in own))
             device, self.place = self.place.device, None  # released before more is allocated
             self.place = lazy.StagingPlace(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
@@ -80,7 +78,9 @@ class VllmModel(EngineModel):
 
     @property
     def config(self) -> Any:
-        """The Hugging Face configuration, as vLLM read it; None for a drafter, because vLLM rewrites its configuration."""
+        """The Hugging Face configuration, as vLLM read it; None for a drafter, because vLLM rewrites its
+        configuration.
+        """
         return None if self._is_draft else self._model_config.hf_config
 
     def configuration(self) -> str:
@@ -125,7 +125,9 @@ class VllmModel(EngineModel):
             yield targets
 
     def spare(self, parameter: torch.Tensor) -> int:
-        """Padding, as vLLM counts it; the whole parameter if weights are quantized, because vLLM knows which scales a checkpoint may omit."""
+        """Padding, as vLLM counts it; the whole parameter if weights are quantized, because vLLM knows which scales a
+        checkpoint may omit.
+        """
         if self._model_config.quantization is not None:
             return parameter.numel()
         return parameter.numel() - int(getattr(parameter, "weight_loader_numel", parameter.numel()))
@@ -137,7 +139,8 @@ class VllmModel(EngineModel):
         return self.record_on(self.targets(), source, None)
 
     def check(self, recording: lazy.Recording) -> None:
-        """Refuse a model if vLLM has renamed its layers, and an engine that would continue to use results of old weights.
+        """Refuse a model if vLLM has renamed its layers, and an engine that would continue to use results of old
+        weights.
 
         The layout of parameters is checked when layers are recreated.
         """
@@ -165,7 +168,9 @@ class VllmModel(EngineModel):
         return {**seen, **layers.packed_weights(self.model)}
 
     def hidden(self) -> Mapping[str, str]:
-        """Weights that vLLM's CPU kernels have packed into hidden storage, and that cannot be recovered from products."""
+        """Weights that vLLM's CPU kernels have packed into hidden storage, and that cannot be recovered from
+        products.
+        """
         packed = layers.packed_weights(self.model).keys()
         gone = sorted(layers.names_loaded(self.model) - self.computed_with().keys())
         return dict.fromkeys(
@@ -183,13 +188,13 @@ class VllmModel(EngineModel):
         self.applier.watch_processing()
 
     def reserve(self, recording: lazy.Recording | None, share: float | None) -> None:
-        """Reserve GPU memory for staging versions before they are applied. Must be called while vLLM measures the model's memory, so that the KV
-        cache receives the rest.
+        """Reserve GPU memory for staging versions before they are applied. Must be called while vLLM measures the
+        model's memory, so that the KV cache receives the rest.
 
         Args:
             recording: recording of the loader; None if the loader could not be recorded.
-            share: fraction of the parameters' bytes; None for all of them if half of the GPU memory that vLLM may use remains free, otherwise for
-                none.
+            share: fraction of the parameters' bytes; None for all of them if half of the GPU memory that vLLM may use
+                remains free, otherwise for none.
         """
         model, devices = (
             self._model_config,
@@ -232,7 +237,9 @@ class VllmModel(EngineModel):
         return 0 if recording.unrecorded else self.applier.process_staged(update, recording)
 
     def _tokens_in(self, nbytes: int) -> str:
-        """Message about the number of KV cache tokens that would fit into these bytes; empty for models without a KV cache."""
+        """Message about the number of KV cache tokens that would fit into these bytes; empty for models without a KV
+        cache.
+        """
         model, parallel = self._model_config, self._vllm_config.parallel_config
         try:
             layers, heads = model.get_num_layers(parallel), model.get_num_kv_heads(parallel)
@@ -242,7 +249,9 @@ class VllmModel(EngineModel):
             return ""
 
     def fill(self, update: lazy.Update, recording: lazy.Recording, rest: Rest) -> None:
-        """Fill through vLLM's layerwise reloading if kernels compute with tensors other than those that a loader fills."""
+        """Fill through vLLM's layerwise reloading if kernels compute with tensors other than those that a loader
+        fills.
+        """
         with set_current_vllm_config(self._vllm_config), unwrapped(self.model):
             self.applier.apply(update, recording, rest)
 

@@ -1,7 +1,10 @@
-"""Names, in vLLM from 0.24 to the newest release, of the functions that the plug-in needs. Only this module depends on the release.
+"""Names, in vLLM from 0.24 to the newest release, of the functions that the plug-in needs.
 
-Features are detected by their presence, not by the release number. vLLM 0.24 does not pass all required information to a transfer engine;
-`remember_models` and `leave_models_whole` wrap two of its functions to obtain it. Newer releases are not changed.
+Only this module depends on the release.
+
+Features are detected by their presence, not by the release number. vLLM 0.24 does not pass all required information to
+a transfer engine; `remember_models` and `leave_models_whole` wrap two of its functions to obtain it. Newer releases are
+not changed.
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ def is_deferred(layer: torch.nn.Module) -> bool:
 def put_back(layer: torch.nn.Module) -> None:
     """Restore the tensors that the kernels of a layer read before a reload.
 
-    The end of a reload does the same with layers that received no weights. But it logs a warning for layers that could have received weights, and
-    vLLM 0.24 skips the others.
+    The end of a reload does the same with layers that received no weights. But it logs a warning for layers that could
+    have received weights, and vLLM 0.24 skips the others.
     """
     info = layerwise.get_layerwise_info(layer)
     if info.kernel_tensors is not None:
@@ -75,8 +78,8 @@ def reset_adapters(model_runner: Any) -> None:
 
 
 def remember_models() -> None:
-    """Store the engine's configuration with each loaded model, if transfer engines do not receive it, and record drafters, which transfer engines
-    never receive.
+    """Store the engine's configuration with each loaded model, if transfer engines do not receive it, and record
+    drafters, which transfer engines never receive.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -99,8 +102,9 @@ def remember_models() -> None:
 def drafting(vllm_config: Any) -> Drafting:
     """Drafter of the engine that has this configuration, in this process.
 
-    If vLLM loaded the drafter from the same place as the policy, it is a part of the policy's versions, such as layers of multi-token prediction;
-    otherwise it is a separate model. With pipeline stages, only the last stage has the drafter.
+    If vLLM loaded the drafter from the same place as the policy, it is a part of the policy's versions, such as layers
+    of multi-token prediction; otherwise it is a separate model. With pipeline stages, only the last stage has the
+    drafter.
     """
     speculative: Any = getattr(vllm_config, "speculative_config", None)
     config: Any = getattr(speculative, "draft_model_config", None)
@@ -154,9 +158,11 @@ def leave_models_whole() -> None:
 
 
 def hear_all_engines() -> None:
-    """Make an API server respond for all engines behind it, if vLLM's client of engines has the form of a known release.
+    """Make an API server respond for all engines behind it, if vLLM's client of engines has the form of a known
+    release.
 
-    Only in a process that creates an engine. If the form is unknown, agents detect and report that not all engines respond.
+    Only in a process that creates an engine. If the form is unknown, agents detect and report that not all engines
+    respond.
     """
     from vllm.v1.engine import core_client
 
@@ -175,8 +181,8 @@ def hear_all_engines() -> None:
 def empty_caches_after_updates(backend: str) -> None:
     """Make each engine empty its caches after every call that may have changed the parameters of its workers.
 
-    Running requests are recomputed with the new weights. Results of multimodal processors stay, because they do not depend on weights. Applies only
-    if the engine's core is imported: other processes have no core.
+    Running requests are recomputed with the new weights. Results of multimodal processors stay, because they do not
+    depend on weights. Applies only if the engine's core is imported: other processes have no core.
 
     Args:
         backend: backend of weight transfer; engines with a different one are not changed.
@@ -187,9 +193,7 @@ def empty_caches_after_updates(backend: str) -> None:
     call = core.collective_rpc
 
     @wraps(call)
-    def collective_rpc(
-        self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
         try:
             return call(self, method, timeout, args, kwargs)
         finally:  # a failed update may have changed parameters too
@@ -202,7 +206,9 @@ def empty_caches_after_updates(backend: str) -> None:
 
 
 def watch_sleep(backend: str, bring: Bring) -> None:
-    """Make wake-ups of each engine apply the waiting version. Applies only if the engine's core is imported: other processes have no core.
+    """Make wake-ups of each engine apply the waiting version.
+
+    Applies only if the engine's core is imported: other processes have no core.
 
     Call this after `empty_caches_after_updates`: both wrap the core's calls to workers.
 
@@ -221,7 +227,10 @@ def _engine_core() -> Any:
 
 
 def _forget_results(core: Any) -> None:
-    """Empty an engine's caches of results. A failure is logged, not raised: the caller receives the result or the error of the update itself."""
+    """Empty an engine's caches of results.
+
+    A failure is logged, not raised: the caller receives the result or the error of the update itself.
+    """
     prefixes = partial(core.reset_prefix_cache, reset_running_requests=True, reset_connector=True)
     for what, forget in (("prefixes", prefixes), ("encoders", core.reset_encoder_cache)):
         try:
@@ -230,13 +239,13 @@ def _forget_results(core: Any) -> None:
             logger.exception("vLLM cannot empty its cache of %s", what)
             emptied = False
         if not emptied:
-            logger.error(
-                "the cache of %s may contain results of old weights: pause the engine, which empties it", what
-            )
+            logger.error("the cache of %s may contain results of old weights: pause the engine, which empties it", what)
 
 
 def place_of(worker: Any) -> dict[str, int]:
-    """Place of a worker: the index of its engine among those of the server, its rank in the engine, and the number of ranks of the engine."""
+    """Place of a worker: the index of its engine among those of the server, its rank in the engine, and the number of
+    ranks of the engine.
+    """
     parallel = worker.vllm_config.parallel_config
     return {
         "engine": int(getattr(parallel, "data_parallel_index", 0)),
@@ -246,9 +255,11 @@ def place_of(worker: Any) -> dict[str, int]:
 
 
 def label_first_version(label_of: Callable[[VllmConfig], str]) -> None:
-    """Make an engine report the label of its first version to its clients; vLLM reports ``default`` until a label is set.
+    """Make an engine report the label of its first version to its clients; vLLM reports ``default`` until a label is
+    set.
 
-    Applies only if the engine's core is imported: other processes have no core. vLLM 0.24 does not report versions to clients.
+    Applies only if the engine's core is imported: other processes have no core. vLLM 0.24 does not report versions to
+    clients.
 
     Args:
         label_of: returns the version's label; empty if the weights came from another source.

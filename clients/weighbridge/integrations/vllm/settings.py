@@ -19,11 +19,14 @@ class Settings(ModelSource):
 
     Attributes:
         version: a number or a ref.
-        card_share: fraction of the weights, from 0 to 1, for which GPU memory is reserved at the start, so that new versions are staged on the GPU
-            before the engine is paused; None for all of them if that leaves half of the GPU memory, otherwise for none.
-        stale_drafter: policy for updates that leave the drafter of speculative decoding behind: ``refuse`` or ``allow``.
-        draft: model of the service that the drafter of speculative decoding is loaded from, such as ``acme/smol-eagle``, or a ref or version of it,
-            such as ``acme/smol-eagle@5``; empty for a drafter from another source.
+        card_share: fraction of the weights, from 0 to 1, for which GPU memory is reserved at the start, so that new
+            versions are staged on the GPU before the engine is paused; None for all of them if that leaves half of the
+            GPU memory, otherwise for none.
+        stale_drafter: policy for updates that leave the drafter of speculative decoding behind: ``refuse`` or
+            ``allow``.
+        draft: model of the service that the drafter of speculative decoding is loaded from, such as
+            ``acme/smol-eagle``, or a ref or version of it, such as ``acme/smol-eagle@5``; empty for a drafter from
+            another source.
     """
 
     version: str = "latest"
@@ -33,15 +36,16 @@ class Settings(ModelSource):
 
     @staticmethod
     def of(given: Mapping[str, Any], model: str) -> Settings:
-        """The settings in an extra config, for the given model if they do not name one. Raises InvalidArgument as `ModelSource.read`."""
+        """The settings in an extra config, for the given model if they do not name one.
+
+        Raises InvalidArgument as `ModelSource.read`.
+        """
         said = {"model": model, **given}
         if type(said.get("version")) is int:
             said["version"] = str(said["version"])
         found = Settings.read(said, "the extra config of load format weighbridge")
         if found.card_share is not None and not 0 <= found.card_share <= 1:
-            raise InvalidArgument(
-                f"card_share of load format weighbridge is {found.card_share}, not between 0 and 1"
-            )
+            raise InvalidArgument(f"card_share of load format weighbridge is {found.card_share}, not between 0 and 1")
         stale_drafter_of(found.stale_drafter)
         return found
 

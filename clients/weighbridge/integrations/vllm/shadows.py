@@ -1,8 +1,11 @@
-"""Shadows of layers: vLLM's processing of a version runs on copies of layers while the engine continues to compute. Does not need vLLM.
+"""Shadows of layers: vLLM's processing of a version runs on copies of layers while the engine continues to compute.
 
-A shadow is a layer with the attributes of the live one and tensors of its own. Its processing is the layer's own, by a copy of the layer's method.
-Checks instead of lists of names ensure that the result differs from the live layer only in the values of its tensors: the first run uses a `Guard`
-that blocks operations on live tensors, and each run compares all attributes of layer and method.
+Does not need vLLM.
+
+A shadow is a layer with the attributes of the live one and tensors of its own. Its processing is the layer's own, by a
+copy of the layer's method. Checks instead of lists of names ensure that the result differs from the live layer only in
+the values of its tensors: the first run uses a `Guard` that blocks operations on live tensors, and each run compares
+all attributes of layer and method.
 """
 
 from __future__ import annotations
@@ -66,7 +69,9 @@ class Shadows:
 
     def __init__(self) -> None:
         self._copied: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
-        """Layers whose processing has been observed, and whether processing receives copies because it writes to its inputs."""
+        """Layers whose processing has been observed, and whether processing receives copies because it writes to its
+        inputs.
+        """
         self._unsuitable: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
 
     def process(self, subject: Subject, live: set[int], most_bytes: int) -> Tensors:
@@ -113,9 +118,7 @@ class Shadows:
         return copied
 
 
-def _run(
-    subject: Subject, storages: set[int], guard: Guard | None, most_bytes: int, *, copied: bool
-) -> Tensors:
+def _run(subject: Subject, storages: set[int], guard: Guard | None, most_bytes: int, *, copied: bool) -> Tensors:
     live = subject.live
     needed = sum(tensor.nbytes for tensor in (*live.values(), *(subject.loaded.values() if copied else ())))
     if needed > most_bytes:
@@ -163,9 +166,7 @@ def shadow_of(subject: Subject, *, copied: bool) -> tuple[torch.nn.Module, Any]:
     for key, value in vars(layer).items():
         if value is subject.method:
             found[key] = method
-    found["_modules"] = {
-        key: method if each is subject.method else each for key, each in layer._modules.items()
-    }
+    found["_modules"] = {key: method if each is subject.method else each for key, each in layer._modules.items()}
     parameters: dict[str, Any] = {name: None for name, each in layer._parameters.items() if each is None}
     buffers: dict[str, Any] = {name: None for name, each in layer._buffers.items() if each is None}
     found["_parameters"], found["_buffers"] = parameters, buffers
@@ -184,7 +185,10 @@ def _copy_of_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_of(owner: Any) -> Any:
-    """A copy of an object. Attributes that are objects or containers are copied too; their own attributes are shared."""
+    """A copy of an object.
+
+    Attributes that are objects or containers are copied too; their own attributes are shared.
+    """
     return _with_attributes(owner, {key: _shallow(value) for key, value in vars(owner).items()})
 
 

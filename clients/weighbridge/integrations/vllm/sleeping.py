@@ -1,7 +1,8 @@
-"""Sleep of a vLLM engine, in its core: a wake-up applies the waiting version, and the engine does not compute without memory.
+"""Sleep of a vLLM engine, in its core: a wake-up applies the waiting version, and the engine does not compute without
+memory.
 
-vLLM's core maps the memory of weights and KV cache again, by tags, and resumes requests when both have memory. `Watch` wraps the functions that do
-this. It requires only vLLM's core, as `Core`.
+vLLM's core maps the memory of weights and KV cache again, by tags, and resumes requests when both have memory. `Watch`
+wraps the functions that do this. It requires only vLLM's core, as `Core`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _WEIGHTS, _CACHE = "weights", "kv_cache"
 _DISCARDS = 2
 """Level of sleep from which weights are not kept in host memory."""
 _LOST, _UNSETTLED = "_weighbridge_lost", "_weighbridge_unsettled"
-"""Attributes of a core: whether sleep has discarded the weights; whether it has slept and its version has not been settled since."""
+"""Attributes of a core: whether sleep has discarded the weights; whether it has slept and its version has not been
+settled since.
+"""
 
 
 class Executor(Protocol):
@@ -140,13 +143,13 @@ class Watch:
         core.wake_up = wake_up
 
     def _wrap_calls(self, core: Any) -> None:
-        """For callers that put workers to sleep and wake them directly, through calls that the core does not inspect."""
+        """For callers that put workers to sleep and wake them directly, through calls that the core does not
+        inspect.
+        """
         watch, original = self, core.collective_rpc
 
         @wraps(original)
-        def collective_rpc(
-            self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
             found = original(self, method, timeout, args, kwargs)
             if method in ("sleep", "wake_up") and watch._is_ours(self):
                 given = [*args, *(kwargs or {}).values(), None][0]

@@ -1,9 +1,10 @@
 """Start of ``vllm serve acme/smol --load-format weighbridge``: config and tokenizer.
 
-vLLM reads them before it has a loader, from a folder or from the Hugging Face Hub. So the engine's arguments are completed just before vLLM creates
-its configuration from them: the ref is resolved to a number, the same for all ranks; the files other than weights are downloaded to a folder, which
-replaces the model argument; and the engine receives the settings that updates need. This wraps vLLM's own code, because vLLM has no hook that early.
-If ``HF_ENDPOINT`` points at the service, vLLM gets the files from it without this module.
+vLLM reads them before it has a loader, from a folder or from the Hugging Face Hub. So the engine's arguments are
+completed just before vLLM creates its configuration from them: the ref is resolved to a number, the same for all ranks;
+the files other than weights are downloaded to a folder, which replaces the model argument; and the engine receives the
+settings that updates need. This wraps vLLM's own code, because vLLM has no hook that early. If ``HF_ENDPOINT`` points
+at the service, vLLM gets the files from it without this module.
 """
 
 from __future__ import annotations
@@ -99,9 +100,7 @@ def _first_label(configuration: Any) -> str:
     if load.load_format != NAME:
         return ""
     settings = Settings.of(load.model_loader_extra_config or {}, configuration.model_config.model)
-    return (
-        label(settings.model, int(settings.version), settings.draft) if settings.version.isdecimal() else ""
-    )
+    return label(settings.model, int(settings.version), settings.draft) if settings.version.isdecimal() else ""
 
 
 def _register_loader() -> None:
@@ -139,7 +138,8 @@ def _take_drafter(arguments: Any, settings: Settings) -> None:
     if not isinstance(said, Mapping):
         raise InvalidArgument(
             f"draft of load format weighbridge is {settings.draft}, and the engine does not decode speculatively",
-            fix=f"""start it with --speculative-config '{{"model": "{of.model}", "method": ..., "num_speculative_tokens": ...}}'""",
+            fix="start it with --speculative-config "
+            f"""'{{"model": "{of.model}", "method": ..., "num_speculative_tokens": ...}}'""",
         )
     if int(getattr(arguments, "pipeline_parallel_size", 1) or 1) > 1:
         raise InvalidArgument(
@@ -165,7 +165,10 @@ def _take_drafter(arguments: Any, settings: Settings) -> None:
 
 
 def _take_from_service(arguments: Any, settings: Settings, has_folder: bool) -> Settings:
-    """Make the model load from one version, with the files of that version in a folder. Returns the settings for that."""
+    """Make the model load from one version, with the files of that version in a folder.
+
+    Returns the settings for that.
+    """
     with settings.source.connect() as client:
         version = client.version(settings.model, settings.version)
         version.check_whole()

@@ -1,4 +1,5 @@
-"""Trainer's side of vLLM's weight transfer: `send_weights` creates a version, which engines with the weight-transfer engine ``weighbridge`` pull.
+"""Trainer's side of vLLM's weight transfer: `send_weights` creates a version, which engines with the weight-transfer
+engine ``weighbridge`` pull.
 
 Importing it registers it with vLLM's ``WeightTransferTrainerFactory``.
 """
@@ -39,18 +40,22 @@ class WeighbridgeTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM
         model: ``namespace/name``.
         server: ``host:port`` of the service's gRPC endpoint; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
         engine_server: how engines reach the service, if not as the trainer does.
-        hf_dir: folder with ``config.json`` and the tokenizer, by which rank 0 registers the model; not needed if it is registered.
+        hf_dir: folder with ``config.json`` and the tokenizer, by which rank 0 registers the model; not needed if it is
+            registered.
         dtype: dtype to register the model with, such as ``bf16``; by default the dtype in the folder's config.
         run: name of the training run; part of the versions' lineage.
-        ranks: number of the trainer's ranks that push. With 1, rank 0 pushes, and the others discard the gathered tensors. With all ranks, all
-            receive each tensor and push their share of it; or each pushes the tensors in the source's ``held_names``.
-        group: process group, over host memory, of the ranks that push: an error on one of them is raised on all. By default the default group, if its
-            size matches. Without a group, each rank raises only its own errors, and the ranks identify an update by the number of the send.
+        ranks: number of the trainer's ranks that push. With 1, rank 0 pushes, and the others discard the gathered
+            tensors. With all ranks, all receive each tensor and push their share of it; or each pushes the tensors in
+            the source's ``held_names``.
+        group: process group, over host memory, of the ranks that push: an error on one of them is raised on all. By
+            default the default group, if its size matches. Without a group, each rank raises only its own errors, and
+            the ranks identify an update by the number of the send.
         cast: which casts to the registered dtype a push may make, as for `TrainerClient.push_state_dict`.
         lane: how weights travel: ``grpc``, ``local`` or ``auto``.
         buffer_bytes: host memory of a rank for data that is sent by gRPC.
         retry_seconds: how long to retry while the service is unreachable.
-        stale_drafter: policy for updates that leave the engines' drafter behind: ``refuse`` or ``allow``; None keeps their start setting.
+        stale_drafter: policy for updates that leave the engines' drafter behind: ``refuse`` or ``allow``; None keeps
+            their start setting.
     """
 
     backend: ClassVar[str] = NAME
@@ -142,8 +147,8 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
         self._sender.close()
 
     def _together(self, step: Callable[[], T]) -> T:
-        """Result of a step on this rank. If the step fails on a rank that pushes, that rank raises its own error, and all other ranks raise too if
-        they share a group.
+        """Result of a step on this rank. If the step fails on a rank that pushes, that rank raises its own error, and
+        all other ranks raise too if they share a group.
         """
         if self._ranks is None:
             return step()
@@ -212,8 +217,8 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
         self._ask("finish_weight_update", label(self._info.model, number))
 
     def _take(self, number: int) -> None:
-        """Update all engines behind the client to the version, or none: no engine changes before all have all bytes, and updated engines roll back if
-        one fails.
+        """Update all engines behind the client to the version, or none: no engine changes before all have all bytes,
+        and updated engines roll back if one fails.
         """
         update = {"version": number}
         self._ask("update_weights", {**update, "phase": STAGE})
@@ -226,7 +231,10 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
             raise
 
     def _ask(self, method: str, *arguments: Any) -> None:
-        """Call a method of the client. Errors are raised with the engine's own message, because the client's error contains only the HTTP status."""
+        """Call a method of the client.
+
+        Errors are raised with the engine's own message, because the client's error contains only the HTTP status.
+        """
         try:
             getattr(self.client, method)(*arguments)
         except WeighbridgeError:
@@ -239,7 +247,9 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
 
 
 def _those_that_push(info: WeighbridgeTrainerInitInfo) -> Ranks | None:
-    """The ranks that push, if there are several, this is one of them, and they are exactly the ranks of torch.distributed."""
+    """The ranks that push, if there are several, this is one of them, and they are exactly the ranks of
+    torch.distributed.
+    """
     if not info.rank < info.ranks > 1:
         return None
     if info.group is None:
@@ -249,7 +259,10 @@ def _those_that_push(info: WeighbridgeTrainerInitInfo) -> Ranks | None:
     if found.size != info.ranks:
         raise InvalidArgument(
             f"the group has {found.size} ranks, but {info.ranks} ranks push",
-            fix=f"group=torch.distributed.new_group(RANKS, backend='gloo'), created on all ranks, with the {info.ranks} that push",
+            fix=(
+                "group=torch.distributed.new_group(RANKS, backend='gloo'), created on all ranks, "
+                f"with the {info.ranks} that push"
+            ),
         )
     return found
 

@@ -34,10 +34,12 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is seen as
         server: ``host:port`` of the service's gRPC endpoint.
         model: ``namespace/name``.
         lane: how weights travel: ``grpc``, ``local`` or ``auto``.
-        version: number or ref of any existing version; the worker uses it to determine which slices it needs. The latest version may not exist yet.
-        when_asleep: policy for updates while the engine's weights sleep, from now on: ``refuse`` or ``wait``; None keeps the current policy.
-        stale_drafter: policy for updates that leave the drafter of speculative decoding behind, from now on: ``refuse`` or ``allow``; None keeps the
-            current policy.
+        version: number or ref of any existing version; the worker uses it to determine which slices it needs. The
+            latest version may not exist yet.
+        when_asleep: policy for updates while the engine's weights sleep, from now on: ``refuse`` or ``wait``; None
+            keeps the current policy.
+        stale_drafter: policy for updates that leave the drafter of speculative decoding behind, from now on: ``refuse``
+            or ``allow``; None keeps the current policy.
     """
 
     server: str | None = None
@@ -54,9 +56,11 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is see
 
     Attributes:
         version: its number. Not a ref, because ranks could resolve a ref to different versions.
-        draft: the drafter's version that belongs to it, such as ``acme/smol-eagle@5``, if the drafter is a separate model; empty to name none.
-        phase: ``prepare`` begins to fetch the bytes to this machine and returns immediately; ``apply`` writes them into the parameters, and prepares
-            them first if necessary. The other phases are steps of an update of several engines (`weighbridge.integrations.vllm.engines`).
+        draft: the drafter's version that belongs to it, such as ``acme/smol-eagle@5``, if the drafter is a separate
+            model; empty to name none.
+        phase: ``prepare`` begins to fetch the bytes to this machine and returns immediately; ``apply`` writes them into
+            the parameters, and prepares them first if necessary. The other phases are steps of an update of several
+            engines (`weighbridge.integrations.vllm.engines`).
     """
 
     version: int
@@ -153,11 +157,12 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
 def one_voice(ranks: int) -> Iterator[None]:
     """Let only the last rank of each engine raise an error that all ranks have raised.
 
-    vLLM reads the responses of an engine's workers in the order of ranks and stops at the first failure. It would take the responses of later ranks
-    for those of the next call.
+    vLLM reads the responses of an engine's workers in the order of ranks and stops at the first failure. It would take
+    the responses of later ranks for those of the next call.
 
     Args:
-        ranks: ranks of an engine. The group of all ranks may contain those of several engines, one engine after another.
+        ranks: ranks of an engine. The group of all ranks may contain those of several engines, one engine after
+            another.
     """
     try:
         yield

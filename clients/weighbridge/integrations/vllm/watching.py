@@ -60,7 +60,9 @@ def state(layer: torch.nn.Module, method: object) -> list[Any]:
 
 
 def kept_names(before: list[Any], after: list[Any], written: set[int]) -> frozenset[str]:
-    """Names of tensors, in the first part of `state`, that exist before and after, and that no operation has written to."""
+    """Names of tensors, in the first part of `state`, that exist before and after, and that no operation has written
+    to.
+    """
     return frozenset(each[0] for each in after if each in before and each[2] not in written)
 
 
@@ -129,7 +131,9 @@ def _content(value: object) -> Any:
 
 
 def has_attributes(value: Any) -> bool:
-    """Whether the whole state of an object is in its own attributes, so that an object with the same attributes is equivalent."""
+    """Whether the whole state of an object is in its own attributes, so that an object with the same attributes is
+    equivalent.
+    """
     if isinstance(value, type | torch.Tensor | FunctionType | MethodType | partial | Enum):
         return False
     kind: Any = type(value)
@@ -144,10 +148,10 @@ def _has_attributes(kind: type[Any]) -> bool:
     return all(each.__flags__ & _HEAP_TYPE and not vars(each).get("__slots__") for each in classes)
 
 
-def same_state(
-    old: Sequence[object], new: Sequence[object], made: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> str:
-    """An attribute in which objects differ from their copies; empty if none. The first object's own tensors are not compared.
+def same_state(old: Sequence[object], new: Sequence[object], made: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> str:
+    """An attribute in which objects differ from their copies; empty if none.
+
+    The first object's own tensors are not compared.
 
     Args:
         old: objects.
@@ -227,9 +231,7 @@ def _parts(value: Any) -> list[Any] | None:
 
 def _identity(value: object) -> Any:
     """The part of a value that processing does not change if the value does not depend on weights."""
-    if isinstance(value, FunctionType) and not (
-        value.__closure__ or value.__defaults__ or value.__kwdefaults__
-    ):
+    if isinstance(value, FunctionType) and not (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
         return value.__code__  # processing may define it again each time
     return value if isinstance(value, bool | int | str | None) else id(value)
 
@@ -245,7 +247,10 @@ def _copies_to_itself(func: Any, args: Any) -> bool:
 
 
 class AnyOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Observes executed operations on tensors. ``seen`` names the first one that reads or writes more than a tensor's own memory."""
+    """Observes executed operations on tensors.
+
+    ``seen`` names the first one that reads or writes more than a tensor's own memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -283,9 +288,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         for tensor, written in _operands(func, args, kwargs):
             storage = storage_of(tensor)
             if storage in self._live and not getattr(func, "is_view", False):
-                raise Unsuitable(
-                    f"{func} {'writes' if written else 'reads'} a tensor that the engine computes with"
-                )
+                raise Unsuitable(f"{func} {'writes' if written else 'reads'} a tensor that the engine computes with")
             if written and storage in self._constant:
                 raise Unsuitable(f"{func} writes a tensor that the engine computes with")
             if written and storage in self._given:
@@ -295,8 +298,9 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Block in which this thread refuses vLLM's communication calls between ranks, because they could interleave with the engine's own. Queries of
-    ranks and groups are allowed. torch's communication calls are operations, which `Guard` handles.
+    """Block in which this thread refuses vLLM's communication calls between ranks, because they could interleave with
+    the engine's own. Queries of ranks and groups are allowed. torch's communication calls are operations, which `Guard`
+    handles.
 
     Raises:
         Unsuitable: such a call was made.
@@ -321,14 +325,10 @@ def silent() -> Iterator[None]:
 
 
 def _asks(function: str) -> bool:
-    return function.lstrip("_").startswith(("get_", "is_", "<")) or function.endswith(
-        ("rank", "size", "group")
-    )
+    return function.lstrip("_").startswith(("get_", "is_", "<")) or function.endswith(("rank", "size", "group"))
 
 
-def _operands(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[torch.Tensor, bool]]:
+def _operands(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, bool]]:
     """Input tensors of an operation, and whether it writes to them."""
     schema = getattr(func, "_schema", None)
     declared = [] if schema is None else schema.arguments

@@ -1,4 +1,7 @@
-"""Worker extension of vLLM: methods of workers that an agent calls through ``/collective_rpc``. The load format installs it."""
+"""Worker extension of vLLM: methods of workers that an agent calls through ``/collective_rpc``.
+
+The load format installs it.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,23 @@ from weighbridge.integrations.vllm.settings import source_for
 
 
 class WorkerExtension:
-    """Methods of every worker (``--worker-extension-cls``). Each returns the rank's `Status` as JSON, the identity of the worker (``engine``,
-    ``rank``, ``ranks`` of the engine, and ``group`` of the ranks that agree), and ``failed``. The API server adds ``engines``, the number of its
-    engines.
+    """Methods of every worker (``--worker-extension-cls``). Each returns the rank's `Status` as JSON, the identity of
+    the worker (``engine``, ``rank``, ``ranks`` of the engine, and ``group`` of the ranks that agree), and ``failed``.
+    The API server adds ``engines``, the number of its engines.
 
-    They do not raise: a failure is a string under ``failed`` in the response. vLLM reads its workers' responses in order and stops at the first that
-    raised; it would take the remaining responses for those of the next call. All but `weighbridge_stage`, `weighbridge_apply`, `weighbridge_undo` and
-    `weighbridge_compare_with_load` return immediately, because the engine does not compute meanwhile.
+    They do not raise: a failure is a string under ``failed`` in the response. vLLM reads its workers' responses in
+    order and stops at the first that raised; it would take the remaining responses for those of the next call. All but
+    `weighbridge_stage`, `weighbridge_apply`, `weighbridge_undo` and `weighbridge_compare_with_load` return immediately,
+    because the engine does not compute meanwhile.
     """
 
     weight_transfer_engine: Any
     model_runner: Any
 
     def weighbridge_connect(self, info: str) -> dict[str, Any]:
-        """Set the source of versions: JSON with ``model``, ``server`` and ``lane``, all optional; ``reported``, if an agent reports the served
-        version to the service; ``when_asleep``, the policy for updates while weights sleep; and ``stale_drafter``, the policy for updates that leave
-        a drafter behind.
+        """Set the source of versions: JSON with ``model``, ``server`` and ``lane``, all optional; ``reported``, if an
+        agent reports the served version to the service; ``when_asleep``, the policy for updates while weights sleep;
+        and ``stale_drafter``, the policy for updates that leave a drafter behind.
         """
         said = json.loads(info)
 
@@ -79,7 +83,8 @@ class WorkerExtension:
         return self._weighbridge_do(lambda _rank: None)
 
     def weighbridge_evidence(self, known: str) -> dict[str, Any]:
-        """Digests of the parameters that this worker computes with, and its recording, unless the caller already has it.
+        """Digests of the parameters that this worker computes with, and its recording, unless the caller already has
+        it.
 
         ``known`` contains digests of the caller's recordings, separated by commas.
         """
@@ -91,7 +96,9 @@ class WorkerExtension:
         return {**self._weighbridge_do(take), "evidence": found}
 
     def weighbridge_compare_with_load(self) -> dict[str, Any]:
-        """Load this worker's version again with vLLM's own loader while the model does not compute, and report what changed."""
+        """Load this worker's version again with vLLM's own loader while the model does not compute, and report what
+        changed.
+        """
         found: dict[str, Any] = {}
 
         def compare(rank: EngineRank) -> None:
@@ -128,15 +135,18 @@ class WorkerExtension:
 
 
 def bring_after_sleep(worker: Any, lost: bool, last: bool) -> dict[str, Any]:
-    """Write the waiting version into the parameters of a worker after its wake-up. The engine's core calls this on all workers.
+    """Write the waiting version into the parameters of a worker after its wake-up.
+
+    The engine's core calls this on all workers.
 
     Args:
         worker: vLLM's worker.
         lost, last: as for `EngineRank.wake`.
 
     Returns:
-        The version that is ``served``; whether it has ``changed``; whether the worker ``owes`` one, without which the engine must not compute; and
-        what has ``failed``. Empty for a worker that receives no updates from weighbridge. Does not raise, as `WorkerExtension`.
+        The version that is ``served``; whether it has ``changed``; whether the worker ``owes`` one, without which the
+        engine must not compute; and what has ``failed``. Empty for a worker that receives no updates from weighbridge.
+        Does not raise, as `WorkerExtension`.
     """
     rank = getattr(getattr(worker, "weight_transfer_engine", None), "rank", None)
     if not isinstance(rank, EngineRank):

@@ -1,4 +1,6 @@
-"""Layers that vLLM has wrapped for LoRA: their original names, and a view of the model without the wrappers while weights are loaded."""
+"""Layers that vLLM has wrapped for LoRA: their original names, and a view of the model without the wrappers while
+weights are loaded.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,19 @@ def check_wrapped(model: Any) -> None:
         if "MoE" in type(wrapper).__name__:
             raise FailedPrecondition(
                 f"{name}: vLLM has wrapped experts for LoRA, and updates of such engines are not supported",
-                fix="start the engine with --lora-target-modules that are not experts, or start it again from the new version",
+                fix=(
+                    "start the engine with --lora-target-modules that are not experts, or start "
+                    "it again from the new version"
+                ),
             )
 
 
 @contextmanager
 def unwrapped(model: Any) -> Iterator[None]:
-    """The model without wrappers, as its loader expects it. It must not compute meanwhile, because adapters would not be applied."""
+    """The model without wrappers, as its loader expects it.
+
+    It must not compute meanwhile, because adapters would not be applied.
+    """
     taken = list(_wrappers(model))
     for parent, name, wrapper in taken:
         parent._modules[name] = wrapper._modules["base_layer"]

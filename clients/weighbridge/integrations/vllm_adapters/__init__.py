@@ -1,10 +1,11 @@
 """Adapters stored in weighbridge, served by vLLM: ``vllm serve --enable-lora --middleware
 weighbridge.integrations.vllm_adapters.middleware.Adapters``.
 
-The middleware resolves the model that a request names to one version of an adapter before vLLM sees the request, and makes every engine behind the
-API server load it. vLLM's own hook, a resolver, cannot do this: it is not available with several API servers, each server would number adapters
-independently, and its caches are keyed by the name as the client wrote it. In each engine, a guard refuses a request if the base of its adapter is
-not the version that the engine has at that moment.
+The middleware resolves the model that a request names to one version of an adapter before vLLM sees the request, and
+makes every engine behind the API server load it. vLLM's own hook, a resolver, cannot do this: it is not available with
+several API servers, each server would number adapters independently, and its caches are keyed by the name as the client
+wrote it. In each engine, a guard refuses a request if the base of its adapter is not the version that the engine has at
+that moment.
 """
 
 # May import: `vllm`, `engine_rank` and folders below; vLLM where it runs in vLLM's processes.

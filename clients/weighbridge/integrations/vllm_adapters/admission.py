@@ -1,5 +1,5 @@
-"""Adapters of one API server: before a request reaches vLLM, its name is resolved to one version, and every engine behind the server loads that
-version.
+"""Adapters of one API server: before a request reaches vLLM, its name is resolved to one version, and every engine
+behind the server loads that version.
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ class Admission:
         request_of: converts an order to vLLM's request type.
     """
 
-    def __init__(
-        self, settings: AdapterSettings, client: Any, models: Any, request_of: Callable[[Order], Any]
-    ) -> None:
+    def __init__(self, settings: AdapterSettings, client: Any, models: Any, request_of: Callable[[Order], Any]) -> None:
         config = client.vllm_config
         if config.lora_config is None:
             raise FailedPrecondition("this engine serves no adapters", fix="start it with --enable-lora")
@@ -120,7 +118,10 @@ class Admission:
         self._base: BaseNow | None = None
 
     def names_adapter(self, name: object) -> Reference | None:
-        """Model and version that the model of a request names, if it is one of these adapters. None for any other name, which vLLM handles."""
+        """Model and version that the model of a request names, if it is one of these adapters.
+
+        None for any other name, which vLLM handles.
+        """
         found = asked(name) if isinstance(name, str) else None
         if found is None or not self.settings.serves(found.model) or self._models.is_base_model(name):
             return None
@@ -152,8 +153,8 @@ class Admission:
             found.requests -= 1
 
     async def load_ahead(self, named: Reference) -> tuple[Loaded, bool]:
-        """Load a version into the memory of all engines, even if they dropped it since a request named it. Returns the version, and whether they
-        already had it.
+        """Load a version into the memory of all engines, even if they dropped it since a request named it. Returns the
+        version, and whether they already had it.
 
         Args, Raises: as `serving`.
         """
@@ -165,7 +166,9 @@ class Admission:
             return found, name in before
 
     async def unload(self, named: Reference) -> tuple[str, bool]:
-        """Make all engines drop a version from memory. Returns its name, and whether any engine had it. A request that names it loads it again.
+        """Make all engines drop a version from memory. Returns its name, and whether any engine had it.
+
+        A request that names it loads it again.
 
         Raises:
             NotFound: the service does not know the ref.
@@ -226,9 +229,7 @@ class Admission:
         version = version or await self._find(name)
         found = AdapterVersion.of(version)
         if found is None:
-            raise InvalidArgument(
-                f"{name} is a whole model, not an adapter", fix="ask an engine that serves it"
-            )
+            raise InvalidArgument(f"{name} is a whole model, not an adapter", fix="ask an engine that serves it")
         state, now, files = await asyncio.gather(
             self.engine_state(),
             self._base_now(found.base),
@@ -256,7 +257,10 @@ class Admission:
         return loaded
 
     async def _order(self, version: AdapterVersion, hold: Hold) -> Order:
-        """Load an adapter in all engines, under the first of its numbers that no other adapter uses in any of them. Returns the order."""
+        """Load an adapter in all engines, under the first of its numbers that no other adapter uses in any of them.
+
+        Returns the order.
+        """
         for number in numbers(version.name):
             order = Order(
                 version.name, number, str(hold.folder), version.base, self.settings.server, self.settings.lane
@@ -279,23 +283,25 @@ class Admission:
         try:
             return list(
                 await asyncio.gather(
-                    *(
-                        engines._call_utility_async(method, *args, engine=each)
-                        for each in engines.core_engines
-                    )
+                    *(engines._call_utility_async(method, *args, engine=each) for each in engines.core_engines)
                 )
             )
         except Exception as error:
             raise FailedPrecondition(
                 f"an engine did not answer a call about adapters: {error}",
-                fix="set WEIGHBRIDGE_ADAPTERS in the environment of all engines, too, and serve adapters with vLLM 0.32",
+                fix=(
+                    "set WEIGHBRIDGE_ADAPTERS in the environment of all engines, too, and serve adapters with vLLM 0.32"
+                ),
             ) from error
 
     def _check_base(self, version: AdapterVersion, state: EngineState, now: BaseNow | None = None) -> None:
         if problem := base_problem(version.name, version.base, state, now, version.base_digest):
             raise FailedPrecondition(
                 problem,
-                fix=f"ask for a version of {version.reference.model} on the engine's version, or an engine that serves {version.base}",
+                fix=(
+                    f"ask for a version of {version.reference.model} on the engine's version, or "
+                    f"an engine that serves {version.base}"
+                ),
             )
 
     async def _find(self, name: str) -> Version:
@@ -325,7 +331,9 @@ class Admission:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args))
 
     def _forget_oldest(self) -> None:
-        """Drop versions that exceed the limits and that no request uses, and remove folders that exceed the limits of this host."""
+        """Drop versions that exceed the limits and that no request uses, and remove folders that exceed the limits of
+        this host.
+        """
         over = len(self._loaded) - self.settings.keep_versions
         nbytes = sum(each.hold.nbytes for each in self._loaded.values())
         if over <= 0 and nbytes <= self.settings.keep_bytes:

@@ -1,7 +1,8 @@
 """Guard in an engine's core: a request with a weighbridge adapter is computed only on the base that the adapter names.
 
-The core is one thread. It does nothing else between accepting a request and the step that computes it, or between a call that changed the parameters
-and the next step. So a comparison made here is still valid when the step runs, even if API servers saw an older state.
+The core is one thread. It does nothing else between accepting a request and the step that computes it, or between a
+call that changed the parameters and the next step. So a comparison made here is still valid when the step runs, even if
+API servers saw an older state.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ NAMES, UNLOAD = "weighbridge_adapter_names", "weighbridge_unload_adapter"
 _GUARD = "_weighbridge_guard"
 _MARK = "_weighbridge_guarded"
 _KEEPS_PARAMETERS = frozenset(
-    f"weighbridge_{each}"
-    for each in ("connect", "prepare", "prepare_early", "stage", "status", "evidence", "discard")
+    f"weighbridge_{each}" for each in ("connect", "prepare", "prepare_early", "stage", "status", "evidence", "discard")
 )
 """Calls of workers that leave the parameters as they are. Any other call may change them."""
 
@@ -34,7 +34,8 @@ def install(core: Any) -> None:
     """Guard every engine of this process. Calling it again changes nothing.
 
     Args:
-        core: vLLM's class of an engine's core. Its calls to workers are wrapped last, outside the wrappers that load versions.
+        core: vLLM's class of an engine's core. Its calls to workers are wrapped last, outside the wrappers that load
+            versions.
 
     Raises:
         FailedPrecondition: this release of vLLM provides no known way to refuse a request.
@@ -42,12 +43,9 @@ def install(core: Any) -> None:
     if hasattr(core, _MARK):
         return
     if not all(
-        hasattr(core, each)
-        for each in ("add_request", "collective_rpc", "wake_up", "list_loras", "remove_lora")
+        hasattr(core, each) for each in ("add_request", "collective_rpc", "wake_up", "list_loras", "remove_lora")
     ):
-        raise FailedPrecondition(
-            "the engine core of this vLLM is not known", fix="serve adapters with vLLM 0.32"
-        )
+        raise FailedPrecondition("the engine core of this vLLM is not known", fix="serve adapters with vLLM 0.32")
     setattr(core, _MARK, True)
     add, call, wake = core.add_request, core.collective_rpc, core.wake_up
 
@@ -119,7 +117,8 @@ class Guard:
             order: the fields of a `names.Order`.
 
         Returns:
-            Strings that are empty on success: ``base``, if the base differs; ``asleep``; ``taken``, the name that has the number; ``failed``.
+            Strings that are empty on success: ``base``, if the base differs; ``asleep``; ``taken``, the name that has
+            the number; ``failed``.
         """
         name, number = str(order["name"]), int(order["number"])
         found = {
@@ -143,7 +142,10 @@ class Guard:
         return sorted(self._names[each] for each in self._core.list_loras() if each in self._names)
 
     def unload(self, name: str) -> bool:
-        """Make all workers drop an adapter from memory. Returns whether they had it. A running request with it loads it again: vLLM knows its folder."""
+        """Make all workers drop an adapter from memory. Returns whether they had it.
+
+        A running request with it loads it again: vLLM knows its folder.
+        """
         had = self._core.list_loras()
         found = next((each for each, other in self._names.items() if other == name and each in had), None)
         return found is not None and bool(self._core.remove_lora(found))

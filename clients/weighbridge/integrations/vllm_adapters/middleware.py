@@ -1,8 +1,8 @@
 """ASGI middleware of vLLM's API servers (``--middleware weighbridge.integrations.vllm_adapters.middleware.Adapters``).
 
-If a request names an adapter, the middleware replaces the ``model`` in its body with one version of that adapter. vLLM sees only this version, so its
-responses and its caches use it. The middleware runs after vLLM's own check of API keys: a client without a key cannot make this server fetch
-anything.
+If a request names an adapter, the middleware replaces the ``model`` in its body with one version of that adapter. vLLM
+sees only this version, so its responses and its caches use it. The middleware runs after vLLM's own check of API keys:
+a client without a key cannot make this server fetch anything.
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ class Resolving:
         said = _parsed(body)
         name = said.get("model") if isinstance(said, dict) else None
         try:
-            named = (
-                self._of(scope).names_adapter(name) if isinstance(name, str) and self._may_be(name) else None
-            )
+            named = self._of(scope).names_adapter(name) if isinstance(name, str) and self._may_be(name) else None
             if named is None:
                 return await self.app(scope, _Replay(body, more), send)
             async with self._of(scope).serving(named) as loaded:
@@ -150,17 +148,15 @@ class Resolving:
     def _of(self, scope: MutableMapping[str, Any]) -> Admission:
         if self._admission is None:
             state = scope["app"].state
-            self._admission = Admission(
-                self._settings, state.engine_client, state.openai_serving_models, request_of()
-            )
+            self._admission = Admission(self._settings, state.engine_client, state.openai_serving_models, request_of())
         return self._admission
 
 
 class _Answer:
     """A response of vLLM.
 
-    Its beginning is held back until it is known that the engine did not refuse the adapter's base. If the engine ends a stream for that reason later,
-    the last event of the stream reports it.
+    Its beginning is held back until it is known that the engine did not refuse the adapter's base. If the engine ends a
+    stream for that reason later, the last event of the stream reports it.
     """
 
     def __init__(self, send: Send, loaded: Loaded, admission: Admission) -> None:

@@ -1,4 +1,7 @@
-"""Names of adapters: the name in a request, the number under which vLLM knows a version, and the version's folder. Pure."""
+"""Names of adapters: the name in a request, the number under which vLLM knows a version, and the version's folder.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -80,9 +83,11 @@ class Order:
 
 
 def asked(name: str) -> Reference | None:
-    """Model and version that a request names; ``latest`` if it names no version; None if this is not the name of a version.
+    """Model and version that a request names; ``latest`` if it names no version; None if this is not the name of a
+    version.
 
-    Names of the service are ASCII. A JSON string may contain characters that a request to the service cannot carry, such as half of a surrogate pair.
+    Names of the service are ASCII. A JSON string may contain characters that a request to the service cannot carry,
+    such as half of a surrogate pair.
     """
     if not name.isascii():
         return None

@@ -61,9 +61,7 @@ class EngineState:
     @property
     def can(self) -> str:
         """Description of the adapters that this engine supports."""
-        return (
-            f"this engine supports LoRA and rsLoRA of rank up to {self.max_rank} on {', '.join(self.modules)}"
-        )
+        return f"this engine supports LoRA and rsLoRA of rank up to {self.max_rank} on {', '.join(self.modules)}"
 
 
 def config_problems(config: Mapping[str, Any], engine: EngineState) -> list[str]:
@@ -110,17 +108,15 @@ def tensor_problems(names: Iterable[str], modules: Collection[str]) -> list[str]
             unfit.add(parts[at - 1])
     found = []
     if others:
-        found.append(
-            f"{counted(len(others), 'tensor does', 'tensors do')} not belong to LoRA, such as {min(others)}"
-        )
+        found.append(f"{counted(len(others), 'tensor does', 'tensors do')} not belong to LoRA, such as {min(others)}")
     if unfit:
         found.append(f"this engine does not support LoRA on {', '.join(sorted(unfit))}")
     return found
 
 
 def together(states: Sequence[EngineState]) -> EngineState:
-    """Combined state of several engines behind one server, or of the workers of one engine: the values that are equal for all, and the union of their
-    modules.
+    """Combined state of several engines behind one server, or of the workers of one engine: the values that are equal
+    for all, and the union of their modules.
     """
     first = states[0]
     named = {each.base for each in states}
@@ -137,7 +133,8 @@ class BaseNow:
     """A base version as currently stored in the service.
 
     Attributes:
-        name: such as ``acme/smol@17``. In a different store, or in a store that was rolled back, a different version may have this name.
+        name: such as ``acme/smol@17``. In a different store, or in a store that was rolled back, a different version
+            may have this name.
         created_ms: when it was opened, as Unix time in milliseconds; 0 if not known.
         digest: digest of its manifest; empty if not known.
     """
@@ -147,13 +144,11 @@ class BaseNow:
     digest: str = ""
 
 
-def base_problem(
-    name: str, base: str, engine: EngineState, now: BaseNow | None = None, digest: str = ""
-) -> str:
+def base_problem(name: str, base: str, engine: EngineState, now: BaseNow | None = None, digest: str = "") -> str:
     """Reason why an adapter must not be used on the base that an engine has; empty if it may be used.
 
-    An engine knows when its version was opened; an adapter knows the digest of its base. The service knows both for the version that has this name
-    now, so it can show whether they are the same version.
+    An engine knows when its version was opened; an adapter knows the digest of its base. The service knows both for the
+    version that has this name now, so it can show whether they are the same version.
 
     Args:
         name: name of the adapter's version.
@@ -169,7 +164,12 @@ def base_problem(
     if now is None:
         return ""
     if now.created_ms and engine.created_ms and now.created_ms != engine.created_ms:
-        return f"{name} is on {base}, and this engine serves a different {base}, which was deleted: the number was reused"
+        return (
+            f"{name} is on {base}, and this engine serves a different {base}, which was deleted: the number was reused"
+        )
     if now.digest and digest and now.digest != digest:
-        return f"{name} is on {base} with the digest {digest[:12]}, and this engine serves a different {base}, with the digest {now.digest[:12]}"
+        return (
+            f"{name} is on {base} with the digest {digest[:12]}, and this engine serves a "
+            f"different {base}, with the digest {now.digest[:12]}"
+        )
     return ""

@@ -1,4 +1,7 @@
-"""Settings of the adapters that an engine serves, from ``WEIGHBRIDGE_ADAPTERS``. Pure, except for the environment that is passed in."""
+"""Settings of the adapters that an engine serves, from ``WEIGHBRIDGE_ADAPTERS``.
+
+Pure, except for the environment that is passed in.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,7 @@ from weighbridge.integrations.settings import checked
 
 VARIABLE = "WEIGHBRIDGE_ADAPTERS"
 _LEAST = {"retry_seconds": 0, "unknown_seconds": 0, "keep_versions": 1, "keep_bytes": 1}
-_LIKE = (
-    f"""write {VARIABLE}='acme/*', or {VARIABLE}='{{"patterns": ["acme/*"], "server": "10.0.0.1:50051"}}'"""
-)
+_LIKE = f"""write {VARIABLE}='acme/*', or {VARIABLE}='{{"patterns": ["acme/*"], "server": "10.0.0.1:50051"}}'"""
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,11 @@ class AdapterSettings:
 
     Attributes:
         patterns: patterns of adapter names, such as ``acme/*``. vLLM handles other names.
-        server: ``host:port`` of the service's gRPC endpoint; None for the server of load format weighbridge, ``WEIGHBRIDGE_SERVER``, or
-            127.0.0.1:50051.
+        server: ``host:port`` of the service's gRPC endpoint; None for the server of load format weighbridge,
+            ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
         lane: how weights travel, as for `weighbridge.EngineClient`.
-        base: the base version, such as ``acme/smol@17``, of an engine that was started from a folder; ignored if the engine has a version from the
-            service.
+        base: the base version, such as ``acme/smol@17``, of an engine that was started from a folder; ignored if the
+            engine has a version from the service.
         retry_seconds: how long a request waits while the service is unreachable.
         unknown_seconds: how long a name that the service does not know is refused without another query.
         keep_versions: maximum number of adapter versions that an API server knows, and that the host's folder contains.

@@ -1,7 +1,10 @@
-"""Folder of adapters on one host. Each version has its own folder in peft's format. All processes of the host that use the same cache share it.
+"""Folder of adapters on one host. Each version has its own folder in peft's format.
 
-A process that may have a version loaded holds a shared lock on a file beside its folder. Versions that exceed the limits are removed, least recently
-used first, by any process that gets the exclusive lock. A process that dies releases its locks.
+All processes of the host that use the same cache share it.
+
+A process that may have a version loaded holds a shared lock on a file beside its folder. Versions that exceed the
+limits are removed, least recently used first, by any process that gets the exclusive lock. A process that dies releases
+its locks.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ _LEFT_SECONDS = 3600.0
 
 @dataclass
 class Hold:
-    """An adapter's folder, which is not removed while it is held. A context manager; `release` may be called repeatedly.
+    """An adapter's folder, which is not removed while it is held.
+
+    A context manager; `release` may be called repeatedly.
 
     Attributes:
         folder: path of the folder with the adapter's two files.

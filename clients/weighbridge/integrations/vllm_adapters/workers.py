@@ -1,5 +1,5 @@
-"""Adapter code in vLLM's workers: each worker fetches the files to its own host before vLLM reads them, and reports the base version in its
-parameters.
+"""Adapter code in vLLM's workers: each worker fetches the files to its own host before vLLM reads them, and reports the
+base version in its parameters.
 """
 
 from __future__ import annotations
@@ -25,11 +25,17 @@ from weighbridge.integrations.vllm_adapters.settings import AdapterSettings
 from weighbridge.integrations.vllm_adapters.store import Store
 
 _source: dict[str, str | None] = {}
-"""Server and lane of this process's newest order. If vLLM reads an adapter again later and its folder is gone, the adapter is fetched from there."""
+"""Server and lane of this process's newest order.
+
+If vLLM reads an adapter again later and its folder is gone, the adapter is fetched from there.
+"""
 
 
 def install() -> None:
-    """Make vLLM's workers in this process read weighbridge adapters from this host's folder. Calling it again changes nothing."""
+    """Make vLLM's workers in this process read weighbridge adapters from this host's folder.
+
+    Calling it again changes nothing.
+    """
     load = WorkerLoRAManager._load_adapter
     if hasattr(load, "__wrapped__"):
         return
@@ -68,7 +74,9 @@ def state_of(worker: Any) -> dict[str, Any]:
 
 
 def load_adapter(worker: Any, order: Mapping[str, Any]) -> str:
-    """Make a worker load an adapter. Returns the reason if it cannot, and an empty string otherwise. Does not raise, as `state_of`.
+    """Make a worker load an adapter. Returns the reason if it cannot, and an empty string otherwise.
+
+    Does not raise, as `state_of`.
 
     Args:
         worker: vLLM's worker.
@@ -117,7 +125,10 @@ def _base(worker: Any) -> tuple[str, int, str]:
     return (
         "",
         0,
-        "it was not started from the service: name the version in the setting base, or start it with --load-format weighbridge",
+        (
+            "it was not started from the service: name the version in the setting base, or start "
+            "it with --load-format weighbridge"
+        ),
     )
 
 

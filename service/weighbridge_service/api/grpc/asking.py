@@ -25,7 +25,8 @@ LONG = frozenset(each.method for each in ENTRIES if each.takes_long)
 
 
 def check_allowed(call: Call, verb: Verb, request: Any, audit: Audit) -> None:
-    """Raise if a caller may not do what a request asks for, or if the audit log cannot record it; see `authorize` and `Audit.check`.
+    """Raise if a caller may not do what a request asks for, or if the audit log cannot record it; see `authorize` and
+    `Audit.check`.
 
     Sets ``call.named`` to the models and refs that the request names; if the call is refused, only to the refused one.
     """

@@ -1,7 +1,7 @@
 """Server for streams of weights, on a separate port. Each call runs in its own thread and must present a ticket.
 
-Weights that pass through an event loop cost a fifth more CPU time (docs/benchmarks.md). The thread that accepts calls refuses a call without a
-ticket, so that the call does not occupy a stream thread.
+Weights that pass through an event loop cost a fifth more CPU time (docs/benchmarks.md). The thread that accepts calls
+refuses a call without a ticket, so that the call does not occupy a stream thread.
 """
 
 from __future__ import annotations
@@ -63,8 +63,14 @@ class BulkListener:
                 self.port = self._server.add_secure_port(address, certificates.for_grpc())
         except RuntimeError as error:
             raise Unavailable(
-                f"the service cannot listen at {address}, its port for weights: another process uses it, or the address does not belong to this machine",
-                fix="name a free port with --bulk-port, or leave it at auto, which finds one; with off, weights share the port of --grpc",
+                (
+                    f"the service cannot listen at {address}, its port for weights: another "
+                    "process uses it, or the address does not belong to this machine"
+                ),
+                fix=(
+                    "name a free port with --bulk-port, or leave it at auto, which finds one; "
+                    "with off, weights share the port of --grpc"
+                ),
             ) from error
 
     def answer(self, methods: Iterable[Method], tickets: Tickets, threads: ThreadPool) -> None:
@@ -86,9 +92,7 @@ class BulkListener:
         self._server.stop(grace).wait()
         self._threads.refusing.shutdown(wait=False, cancel_futures=True)
 
-    def _behave(
-        self, method: Method, requests: Iterator[bytes], context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
+    def _behave(self, method: Method, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         call = method.begin(context, context.cancel)
         if not context.add_callback(call.end):
             call.end()
@@ -101,7 +105,10 @@ class BulkListener:
 
 
 class _Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses calls without a valid ticket and calls that do not carry weights. Runs in the thread that accepts calls."""
+    """Refuses calls without a valid ticket and calls that do not carry weights.
+
+    Runs in the thread that accepts calls.
+    """
 
     def __init__(self, count: Count, pool: ThreadPoolExecutor, known_port: int) -> None:
         self.tickets: Tickets | None = None
@@ -139,8 +146,8 @@ class _Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
 class _Threads(ThreadPoolExecutor):
     """Adapter from `ThreadPool` to gRPC's executor interface; ``pool`` is set once the service exists.
 
-    An exception from `submit` would end gRPC's thread that accepts calls. So if no thread is free, the call's behaviour runs in the pool for
-    refusals, and `check` raises the error there.
+    An exception from `submit` would end gRPC's thread that accepts calls. So if no thread is free, the call's behaviour
+    runs in the pool for refusals, and `check` raises the error there.
     """
 
     def __init__(self) -> None:
@@ -149,9 +156,7 @@ class _Threads(ThreadPoolExecutor):
         self._here = threading.local()
         self._error: WeighbridgeError | None = None
         # a separate pool for refusals, because they must not wait for running streams
-        self.refusing = ThreadPoolExecutor(
-            _REFUSING_THREADS, "bulk-refuse", setattr, (self._here, "refuses", True)
-        )
+        self.refusing = ThreadPoolExecutor(_REFUSING_THREADS, "bulk-refuse", setattr, (self._here, "refuses", True))
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if self.pool is None:

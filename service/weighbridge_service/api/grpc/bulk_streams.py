@@ -1,9 +1,9 @@
 """Streams of weights over gRPC: limits on the number of concurrent streams, and on their bytes in memory.
 
-Handlers control the flow. gRPC requests the next message from a handler when the transport has accepted the previous one, so a stream whose
-client does not read holds at most one message in memory. A handler reads a message of a push from the transport when it needs it; until then
-HTTP/2's flow control blocks the sender. So a handler reserves capacity for a message before it builds or requests the message, and releases the
-capacity when it continues with the next one.
+Handlers control the flow. gRPC requests the next message from a handler when the transport has accepted the previous
+one, so a stream whose client does not read holds at most one message in memory. A handler reads a message of a push
+from the transport when it needs it; until then HTTP/2's flow control blocks the sender. So a handler reserves capacity
+for a message before it builds or requests the message, and releases the capacity when it continues with the next one.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ class BulkStreams:
 
     Args:
         budget: budget of bytes in flight.
-        most: maximum number of concurrent streams of clients, and also of concurrent streams to other replicas. Each stream occupies a thread.
+        most: maximum number of concurrent streams of clients, and also of concurrent streams to other replicas. Each
+            stream occupies a thread.
         wait: seconds that a call without a deadline waits for capacity.
-        planners: threads that plan streams. A small pool, because hundreds of concurrent plans would starve all other Python threads.
+        planners: threads that plan streams. A small pool, because hundreds of concurrent plans would starve all other
+            Python threads.
         quotas: quotas of identities, in streams and in bytes per second.
     """
 
@@ -59,8 +61,10 @@ class BulkStreams:
         Args:
             direction: direction of the stream.
             call: the call.
-            asked: the part of the stream that the client requests; `Share.striping` is the part that the call actually carries.
-            begins: whether the call is at the beginning of the stream, so that it may carry the whole stream instead of a part.
+            asked: the part of the stream that the client requests; `Share.striping` is the part that the call actually
+                carries.
+            begins: whether the call is at the beginning of the stream, so that it may carry the whole stream instead of
+                a part.
 
         Raises:
             ResourceExhausted: there are too many streams. The error states when to retry.
@@ -112,9 +116,7 @@ class BulkStreams:
                 yield response(header=header, offset=reading.offset, checksum=_NOTHING)
                 for piece in reading.pieces(share.take):
                     count(len(piece.data))
-                    message = pieces.encode(
-                        response(offset=piece.offset, checksum=piece.checksum), piece.data
-                    )
+                    message = pieces.encode(response(offset=piece.offset, checksum=piece.checksum), piece.data)
                     del piece  # releases the gathered bytes before gRPC has taken the message
                     with share.with_client():
                         yield message
@@ -122,7 +124,9 @@ class BulkStreams:
 
 
 class Share:
-    """A stream's rate limit and its share of the budget. A stream holds none of the budget while it waits for its rate limit.
+    """A stream's rate limit and its share of the budget.
+
+    A stream holds none of the budget while it waits for its rate limit.
 
     Args:
         streaming: rate limit of the stream's identity.
@@ -138,7 +142,10 @@ class Share:
         self._reservation = reservation
 
     def take(self, nbytes: int) -> None:
-        """Wait until a message with ``nbytes`` bytes of weights may be sent. Raises the same errors as `Reservation.take`."""
+        """Wait until a message with ``nbytes`` bytes of weights may be sent.
+
+        Raises the same errors as `Reservation.take`.
+        """
         self._reservation.give()
         self._streaming.wait(nbytes)
         self._reservation.take(nbytes)

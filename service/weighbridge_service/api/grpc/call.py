@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MARGIN = 0.25
-"""A wait ends this many seconds before the caller's deadline, so that the response with the reason still arrives in time."""
+"""A wait ends this many seconds before the caller's deadline, so that the response with the reason still arrives in
+time.
+"""
 
 
 class Context(Protocol):
@@ -60,7 +62,8 @@ class Call:
         cancel: as given.
         evidence: the caller's credentials; None if the service does not require credentials.
         span: tracing span of the call.
-        named: the models and refs that the request names, once it has been received; for a refused call, the first one that the caller may not use.
+        named: the models and refs that the request names, once it has been received; for a refused call, the first one
+            that the caller may not use.
         noted: details of the change for the audit log, from `note`.
         refusal: the error that the caller receives; None if there is no error.
     """
@@ -112,7 +115,8 @@ class Call:
     def check_standing(self) -> None:
         """Raise Unavailable if the caller's credentials are no longer valid, for example after a token has expired.
 
-        Long calls check this periodically. The error is Unavailable instead of a refusal, so that a client calls again with a new token and resumes.
+        Long calls check this periodically. The error is Unavailable instead of a refusal, so that a client calls again
+        with a new token and resumes.
         """
         now = time.monotonic()
         if self.evidence is None or now - self._stood < self._access.standing_seconds:

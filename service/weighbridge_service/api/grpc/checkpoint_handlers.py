@@ -1,4 +1,7 @@
-"""Handlers of `CheckpointService`. Each converts its request, calls one method of the service, and converts the result."""
+"""Handlers of `CheckpointService`.
+
+Each converts its request, calls one method of the service, and converts the result.
+"""
 
 from __future__ import annotations
 
@@ -135,9 +138,7 @@ class CheckpointHandlers:
         with self._streams.admit(Direction.IN, call) as share:
             data = received(requests, share)
             if header.claim:
-                count = self._intake.write_of_other(
-                    header.model, header.number, header.rank, header.claim, data
-                )
+                count = self._intake.write_of_other(header.model, header.number, header.rank, header.claim, data)
             else:
                 count = self._intake.write(header.model, header.number, header.rank, header.client_id, data)
         return checkpoint_service_pb2.PushResponse(received_bytes=count)
@@ -155,9 +156,7 @@ class CheckpointHandlers:
     ) -> checkpoint_service_pb2.SealRankResponse:
         def seal() -> Pending[Version]:
             patience = call.patience(_SEAL_SECONDS)
-            replicas = [
-                ReplicaChecksum(each.shard, each.start, each.end, each.checksum) for each in request.replicas
-            ]
+            replicas = [ReplicaChecksum(each.shard, each.start, each.end, each.checksum) for each in request.replicas]
             return self._intake.seal_rank(
                 request.model,
                 request.number,
@@ -224,8 +223,8 @@ class CheckpointHandlers:
 
 
 def _linked(weight_map: WeightMap) -> checkpoint_service_pb2.DescribeShardsResponse:
-    """A trainer's tensors, the model's tensors that contain their elements, and the links between them. Omits links to tensors whose axes differ
-    in the files."""
+    """A trainer's tensors, the model's tensors that contain their elements, and the links between them. Omits links to
+    tensors whose axes differ in the files."""
     links = [link for link in weight_map.links if link.target not in weight_map.seen]
     targets = {link.target: weight_map.hugging_face[link.target] for link in links}
     held = Layout.stream(weight_map.megatron.values(), [])

@@ -18,8 +18,10 @@ _DOMAIN = "weighbridge.v1"
 _LONGEST_DETAIL = 300
 _LONGEST_MESSAGE = 600
 _MOST_BYTES = 2400
-"""Maximum bytes of all details together. A status is sent in HTTP/2 headers, and every peer accepts headers of up to 8 KiB. They contain the
-message percent-encoded (three bytes for each byte of a non-ASCII character), and the whole status again in base64."""
+"""Maximum bytes of all details together. A status is sent in HTTP/2 headers, and every peer accepts headers of up to 8
+KiB. They contain the message percent-encoded (three bytes for each byte of a non-ASCII character), and the whole status
+again in base64.
+"""
 
 
 def _with_room(lines: Sequence[str]) -> list[str]:

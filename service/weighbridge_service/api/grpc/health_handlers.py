@@ -1,6 +1,7 @@
 """Handlers of gRPC's own services: health checks and reflection.
 
-They return the same responses as the handlers in grpcio's packages, but their requests are subject to the same limits as all other requests.
+They return the same responses as the handlers in grpcio's packages, but their requests are subject to the same limits
+as all other requests.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ def reflection_handlers(names: Iterable[str]) -> object:
 
 
 class HealthHandlers:
-    """`Health`: whether the service accepts new work. Use it in the loop's thread, except `serve`, which is called before the loop serves calls."""
+    """`Health`: whether the service accepts new work.
+
+    Use it in the loop's thread, except `serve`, which is called before the loop serves calls.
+    """
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -47,9 +51,7 @@ class HealthHandlers:
     def _of(self, name: str) -> health_pb2.HealthCheckResponse:
         return _Status(status=self._status if name in self._names else _Status.SERVICE_UNKNOWN)
 
-    async def Check(
-        self, request: health_pb2.HealthCheckRequest, call: Call
-    ) -> health_pb2.HealthCheckResponse:
+    async def Check(self, request: health_pb2.HealthCheckRequest, call: Call) -> health_pb2.HealthCheckResponse:
         """See gRPC's health checking protocol."""
         if request.service not in self._names:
             raise NotFound(f"there is no service {request.service[:80]!r} here")

@@ -33,15 +33,19 @@ log = logging.getLogger(__name__)
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 Count = Callable[[str, str, float | None], None]
-"""Counts an ended call. Receives the method name, the status code and the duration in seconds; None as the duration if clients determine how
-long calls of the method last."""
+"""Counts an ended call. Receives the method name, the status code and the duration in seconds; None as the duration if
+clients determine how long calls of the method last."""
 
 PAUSE_SECONDS = 60.0
-"""Seconds that a stream of weights may pause between messages, because a trainer may be copying weights from its devices."""
+"""Seconds that a stream of weights may pause between messages, because a trainer may be copying weights from its
+devices.
+"""
 
 
 def streamed(handler: Handler) -> Handler:
-    """Mark a handler that runs in its own thread and receives an iterator over the messages of a request, as `pieces.Carried`."""
+    """Mark a handler that runs in its own thread and receives an iterator over the messages of a request, as
+    `pieces.Carried`.
+    """
     handler.streamed = True  # type: ignore[attr-defined]
     return handler
 
@@ -85,16 +89,15 @@ class Method:
         path: gRPC path of its calls.
         verb: the verb that callers must be allowed.
         takes_long: whether its calls run in the pool for long calls instead of the one for quick calls.
-        joins: whether a call consists of several messages: parts of one request or, if ``lasts`` is also true, separate requests.
+        joins: whether a call consists of several messages: parts of one request or, if ``lasts`` is also true, separate
+            requests.
         on_loop: whether the handler runs on an event loop.
         lasts: whether clients determine how long calls last.
         takes_weights: whether a call receives a stream of weights.
         carries_weights: whether a call receives or sends a stream of weights.
     """
 
-    def __init__(
-        self, descriptor: MethodDescriptor, handler: Callable[..., Any], supervision: Supervision
-    ) -> None:
+    def __init__(self, descriptor: MethodDescriptor, handler: Callable[..., Any], supervision: Supervision) -> None:
         service, kind = descriptor.containing_service, GetMessageClass(descriptor.input_type)
         self.handler = handler
         self.path = f"/{service.full_name}/{descriptor.name}"
@@ -118,7 +121,9 @@ class Method:
 
     @contextmanager
     def answering(self, call: Call, is_active: Callable[[], bool]) -> Iterator[None]:
-        """Handle a call in the block. An error becomes `Call.refusal`. The end of the call is counted, traced and recorded in the audit log.
+        """Handle a call in the block. An error becomes `Call.refusal`.
+
+        The end of the call is counted, traced and recorded in the audit log.
 
         Args:
             call: the call.
@@ -142,7 +147,10 @@ class Method:
             record(self.supervision.audit, call, self._descriptor, code)
 
     def request(self, call: Call, raw: bytes) -> Any:
-        """Decode and authorize a request. Raises InvalidArgument if it cannot be decoded, and the same errors as `check_allowed`."""
+        """Decode and authorize a request.
+
+        Raises InvalidArgument if it cannot be decoded, and the same errors as `check_allowed`.
+        """
         found = self._decoded(raw)
         check_allowed(call, self.verb, found, self.supervision.audit)
         return found
@@ -153,7 +161,9 @@ class Method:
             return encoded(self.handler(self.request(call, raw), call))
 
     def carry(self, requests: Iterator[bytes], call: Call, first: Any = None) -> Generator[bytes, None, None]:
-        """Yield the responses to a call that carries weights. Runs in a thread, which waits for the next message when the handler needs it.
+        """Yield the responses to a call that carries weights.
+
+        Runs in a thread, which waits for the next message when the handler needs it.
 
         Args:
             requests: the messages, read one at a time.
@@ -213,9 +223,7 @@ class Method:
         if isinstance(error, WeighbridgeError):
             return error
         log.error("%s failed", self._descriptor.name, exc_info=error)
-        return WeighbridgeError(
-            f"the service failed: {type(error).__name__}", fix="see the log of the service"
-        )
+        return WeighbridgeError(f"the service failed: {type(error).__name__}", fix="see the log of the service")
 
 
 def methods_of(
@@ -226,7 +234,8 @@ def methods_of(
     """The methods of services.
 
     Args:
-        contract: each service, with an object that has the handlers, each with the name of its method, of all methods that are not in ``derived``.
+        contract: each service, with an object that has the handlers, each with the name of its method, of all methods
+            that are not in ``derived``.
         derived: handlers by ``Service.Method``.
         supervision: supervision of calls.
     """

@@ -1,11 +1,12 @@
-"""Methods of the service on an event loop: the loop reads requests, runs each handler on the loop or in a thread, and sends responses.
+"""Methods of the service on an event loop: the loop reads requests, runs each handler on the loop or in a thread, and
+sends responses.
 
-The kind of a handler determines where it runs. A coroutine or an asynchronous generator runs on the loop and must not block it. A function may
-access the store or compute; it occupies a thread of a pool while it runs. A generator, which yields messages with weights, and a function that
-receives messages one by one (`streamed`) run in their own threads.
+The kind of a handler determines where it runs. A coroutine or an asynchronous generator runs on the loop and must not
+block it. A function may access the store or compute; it occupies a thread of a pool while it runs. A generator, which
+yields messages with weights, and a function that receives messages one by one (`streamed`) run in their own threads.
 
-Every request is read as a stream, even if the contract defines a single message. So a caller that sends only headers does not occupy a thread,
-and receives DeadlineExceeded.
+Every request is read as a stream, even if the contract defines a single message. So a caller that sends only headers
+does not occupy a thread, and receives DeadlineExceeded.
 """
 
 from __future__ import annotations
@@ -116,7 +117,10 @@ class Methods:
                 call.end()
 
     def _watched(self, call: Call, evict: Callable[[WeighbridgeError], None]) -> Callable[[], None]:
-        """Check a call's credentials periodically, and evict it once they are invalid. Returns a function that stops the checks."""
+        """Check a call's credentials periodically, and evict it once they are invalid.
+
+        Returns a function that stops the checks.
+        """
         if self._access.open:
             return lambda: None
 
@@ -208,7 +212,8 @@ async def _refuse(context: Any, status: grpc.Status) -> None:
     try:
         await context.abort(status.code, status.details, status.trailing_metadata)
     except grpc.aio.AbortError as aborted:
-        # gRPC keeps the error with the call, and its traceback refers to the call: only the garbage collector would free refused calls
+        # gRPC keeps the error with the call, and its traceback refers to the call: only the garbage collector would
+        # free refused calls
         aborted.__traceback__ = aborted.__context__ = None
     except grpc.aio.InternalError:  # the status could not be sent
         pass

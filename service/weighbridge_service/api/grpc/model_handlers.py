@@ -1,5 +1,5 @@
-"""Handlers of `ModelService`, except the derived operations. Each converts its request, calls one method of the service, and converts the
-result."""
+"""Handlers of `ModelService`, except the derived operations. Each converts its request, calls one method of the
+service, and converts the result."""
 
 from __future__ import annotations
 
@@ -109,9 +109,7 @@ class ModelHandlers:
 
     async def WatchRefs(self, request: pb.WatchRefsRequest, call: Call) -> AsyncIterator[bytes]:
         if not 0 < len(request.refs) <= _MOST_REFS:
-            raise InvalidArgument(
-                f"the request names {len(request.refs)} refs, not between 1 and {_MOST_REFS}"
-            )
+            raise InvalidArgument(f"the request names {len(request.refs)} refs, not between 1 and {_MOST_REFS}")
         follows = [
             self._watches.follow(each.model, RECEIVING if each.receiving else each.ref, each.after)
             for each in request.refs
@@ -127,9 +125,7 @@ class ModelHandlers:
                         yield _watched(index, version)
 
     def ReadManifest(self, request: pb.ReadManifestRequest, call: Call) -> pb.ReadManifestResponse:
-        data, total = self._signatures.manifest_part(
-            request.model, request.number, request.offset, _MANIFEST_BYTES
-        )
+        data, total = self._signatures.manifest_part(request.model, request.number, request.offset, _MANIFEST_BYTES)
         return pb.ReadManifestResponse(data=data, total_bytes=total)
 
     def GetSignatures(self, request: pb.GetSignaturesRequest, call: Call) -> pb.GetSignaturesResponse:

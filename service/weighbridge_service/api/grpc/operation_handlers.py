@@ -1,4 +1,6 @@
-"""Handlers of the operations in the table: each reads the arguments from its request, calls the operation's body, and builds the response."""
+"""Handlers of the operations in the table: each reads the arguments from its request, calls the operation's body, and
+builds the response.
+"""
 
 from __future__ import annotations
 

@@ -40,9 +40,7 @@ class OwnFiles(Protocol):
 class VersionTaker(Protocol):
     """Takes over versions from leaving replicas; see `handover.Takeovers`."""
 
-    def take_over(
-        self, sender: Home, version: HandedVersion, memory_wait: float, go_on: Callable[[], bool]
-    ) -> None:
+    def take_over(self, sender: Home, version: HandedVersion, memory_wait: float, go_on: Callable[[], bool]) -> None:
         """Take over a version, or a share of it. Returns when all its bytes are here and this replica owns it."""
 
 
@@ -98,9 +96,7 @@ class ReplicaHandlers:
         asked = dict.fromkeys(progress.version for progress in told if progress is not None)
         if request.leaving:
             self._left(sender)
-            asked |= dict.fromkeys(
-                push.progress.version for push in self._pushes.shared() if sender in push.peers
-            )
+            asked |= dict.fromkeys(push.progress.version for push in self._pushes.shared() if sender in push.peers)
         return pb.ExchangeResponse(
             sender=home_to_proto(self._home),
             leaving=self._leaving(),

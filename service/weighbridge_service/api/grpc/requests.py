@@ -1,7 +1,8 @@
 """Limits on received requests: the number of messages received at the same time, and their duration and size.
 
-gRPC allocates memory for a message, up to the server's limit, as soon as its length is announced. So a call waits for its turn before it reads
-a message. A caller that has announced a message without sending it, or has not sent anything, loses its place when others wait for one.
+gRPC allocates memory for a message, up to the server's limit, as soon as its length is announced. So a call waits for
+its turn before it reads a message. A caller that has announced a message without sending it, or has not sent anything,
+loses its place when others wait for one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class RequestLimits:
         places: messages that are received at the same time: with 2 MiB each, 128 MiB.
         longest: maximum bytes of a request.
         pending_bytes: maximum bytes of requests that are incomplete or not answered yet.
-        small_bytes: size up to which a request does not count toward ``pending_bytes``; nearly all requests are smaller.
+        small_bytes: size up to which a request does not count toward ``pending_bytes``; nearly all requests are
+            smaller.
         silent_seconds: timeout for receiving a message.
         hurry_seconds: the same while other calls wait for a place.
     """
@@ -72,7 +74,9 @@ class Requests:
 
     @asynccontextmanager
     async def whole(self, context: Any, peer: Peer, *, parts: bool) -> AsyncIterator[bytes]:
-        """A request: one message, or with ``parts`` all messages of the call, joined. Its bytes count toward the limits until the block ends.
+        """A request: one message, or with ``parts`` all messages of the call, joined.
+
+        Its bytes count toward the limits until the block ends.
 
         Raises:
             InvalidArgument: the call does not contain a request, or the request is too long.
@@ -112,7 +116,8 @@ class Requests:
 
         Raises:
             DeadlineExceeded: no message arrived within ``silent_seconds``.
-            ResourceExhausted: no message arrived within ``hurry_seconds``, and other calls wait; or memory grew too fast.
+            ResourceExhausted: no message arrived within ``hurry_seconds``, and other calls wait; or memory grew too
+                fast.
         """
         reader = _Reader(asyncio.get_running_loop().create_future())
         if len(self._readers) < self._limits.places and not self._waiting:
@@ -192,7 +197,10 @@ class Requests:
 
 
 def joined(parts: Iterable[bytes], longest: int) -> bytes:
-    """A request, joined from its parts. Raises InvalidArgument if there are no parts, or if it has more than ``longest`` bytes."""
+    """A request, joined from its parts.
+
+    Raises InvalidArgument if there are no parts, or if it has more than ``longest`` bytes.
+    """
     found: list[bytes] = []
     size = 0
     for part in parts:

@@ -1,4 +1,6 @@
-"""gRPC server of the service: the known port for all calls, on an event loop, and a separate port for streams of weights."""
+"""gRPC server of the service: the known port for all calls, on an event loop, and a separate port for streams of
+weights.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,8 @@ from weighbridge_storage.threads import ThreadPool
 _QUICK_THREADS = 32
 _LONG_THREADS = 8
 _PLANNING_THREADS = 4
-"""A small number, because a planning thread holds the interpreter lock: with 8 threads, other calls waited twice as long when a thousand pulls
-began at once."""
+"""A small number, because a planning thread holds the interpreter lock: with 8 threads, other calls waited twice as
+long when a thousand pulls began at once."""
 _REPLICA_THREADS = 32
 _LAST_PORT = 65535
 
@@ -64,8 +66,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     *(option for option in rpc.CHANNEL_OPTIONS if option[0] != _LIMIT),
     (_LIMIT, _MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # a second service on the same port is an error, not a surprise
-    # gRPC 1.76 would answer each early PING with an error, and keep 2.7 kB for it until the peer reads the connection; of the PINGs' answers it
-    # keeps at most 10,000, and then stops reading
+    # gRPC 1.76 would answer each early PING with an error, and keep 2.7 kB for it until the peer reads the connection;
+    # of the PINGs' answers it keeps at most 10,000, and then stops reading
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     # close connections that do not complete the handshake or have been idle for long; clients reconnect automatically
@@ -96,7 +98,9 @@ DEFAULT_LIMITS = CallLimits()
 
 
 def bulk_ports(wanted: str, port: int) -> tuple[int, ...]:
-    """Candidate ports for streams of weights. The server uses the first free one. Empty if streams of weights have no separate port.
+    """Candidate ports for streams of weights. The server uses the first free one.
+
+    Empty if streams of weights have no separate port.
 
     Args:
         wanted: a number; ``auto`` for the port after ``port``, or any free port if that one is in use; or ``off``.
@@ -184,7 +188,10 @@ class GrpcListener:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether to log a record of gRPC. Drops the tracebacks of statuses that could not be sent because the caller had disconnected."""
+    """Whether to log a record of gRPC.
+
+    Drops the tracebacks of statuses that could not be sent because the caller had disconnected.
+    """
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, grpc.aio.InternalError)
 
@@ -262,9 +269,7 @@ class GrpcServer:
         budget = service.byte_budget
         self._waits = MessageWaits(lambda: sum(budget.in_flight.nbytes.values()))
         quotas = service.quotas.identities
-        supervision = Supervision(
-            service.access, service.audit, listener.count, self._waits, limits.requests, quotas
-        )
+        supervision = Supervision(service.access, service.audit, listener.count, self._waits, limits.requests, quotas)
         methods = Methods(loop, quick, long, replicas, streams, supervision)
         self._streams = streams
         self._stack = ExitStack()

@@ -1,8 +1,10 @@
-"""Watches: calls that wait for a ref to move, or for a version to reach a state. All watches of a model share one poller.
+"""Watches: calls that wait for a ref to move, or for a version to reach a state.
 
-A poller reads the model's head when this process has changed it, and also periodically, to find changes by other replicas. It asks each question
-once, and wakes the waiting calls if the answer has changed. Answers from this process's memory do not wait for a read of the store, because
-ranks and engines wait for them.
+All watches of a model share one poller.
+
+A poller reads the model's head when this process has changed it, and also periodically, to find changes by other
+replicas. It asks each question once, and wakes the waiting calls if the answer has changed. Answers from this process's
+memory do not wait for a read of the store, because ranks and engines wait for them.
 """
 
 from __future__ import annotations
@@ -45,10 +47,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.45
-"""Seconds between two polls while this process does not change the model. A change by another replica is noticed within this time."""
+"""Seconds between two polls while this process does not change the model.
+
+A change by another replica is noticed within this time.
+"""
 _ABSENT_SECONDS = 2.0
-"""Seconds between two polls for a model that is not registered. The interval is longer because callers may ask for any name, and each poll
-costs a request to the store."""
+"""Seconds between two polls for a model that is not registered. The interval is longer because callers may ask for any
+name, and each poll costs a request to the store."""
 _LEAST_SECONDS = 0.02
 """Minimum seconds between two polls."""
 _POLLERS = Peer("pollers")
@@ -63,7 +68,8 @@ class _Asked:
 
     Attributes:
         answer: the last answer; None before the first.
-        first: futures of new callers, each with the number of the first poll that may answer it, because earlier polls may be outdated.
+        first: futures of new callers, each with the number of the first poll that may answer it, because earlier polls
+            may be outdated.
         others: futures of callers that wait for the answer to change.
         askers: number of calls that ask the question.
         outdated: number of the last poll that began before ``answer`` was known.
@@ -184,11 +190,7 @@ class _Poller:
             return
         except Exception as error:  # calls must not wait for a poller that has ended
             log.exception("polling for %d questions failed", len(self.asked))
-            self.fail(
-                WeighbridgeError(
-                    f"the service failed: {type(error).__name__}", fix="see the log of the service"
-                )
-            )
+            self.fail(WeighbridgeError(f"the service failed: {type(error).__name__}", fix="see the log of the service"))
             return
         self._absent = all(isinstance(answer, Unregistered) for answer in answers.values())
         for question, answer in answers.items():
@@ -254,11 +256,13 @@ class Watches:
             return there
 
     async def follow(self, name: str, ref: str, after: int) -> AsyncGenerator[Version | None, None]:
-        """Yield the version that a ref names, if it is not ``after``, and each version that it moves to, until the service shuts down.
+        """Yield the version that a ref names, if it is not ``after``, and each version that it moves to, until the
+        service shuts down.
 
         Args:
             name: name of the model, which need not be registered yet.
-            ref: name of the ref, which need not exist yet; `RECEIVING` for the newest version that this process receives.
+            ref: name of the ref, which need not exist yet; `RECEIVING` for the newest version that this process
+                receives.
             after: number of the version that the caller saw last; 0 if none.
 
         Yields:
@@ -353,7 +357,10 @@ def _not_in_time(answer: Answer, state: VersionState) -> DeadlineExceeded:
 
 
 async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Merge several generators: yield each item with the index of its source. Ends or fails as soon as one source does, and closes all of them."""
+    """Merge several generators: yield each item with the index of its source.
+
+    Ends or fails as soon as one source does, and closes all of them.
+    """
     if len(sources) == 1:
         async with aclosing(sources[0]) as source:
             async for item in source:

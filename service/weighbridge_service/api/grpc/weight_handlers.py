@@ -1,4 +1,6 @@
-"""Handlers of `WeightService`, `BulkService` and `LocalLaneService`: streams of weights to clients, and the ports and sockets for weights."""
+"""Handlers of `WeightService`, `BulkService` and `LocalLaneService`: streams of weights to clients, and the ports and
+sockets for weights.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,7 @@ class WeightHandlers:
         self._serving = service.serving
         self._streams = streams
 
-    def PlanPull(
-        self, request: weight_service_pb2.PlanPullRequest, call: Call
-    ) -> weight_service_pb2.PlanPullResponse:
+    def PlanPull(self, request: weight_service_pb2.PlanPullRequest, call: Call) -> weight_service_pb2.PlanPullResponse:
         version, layout = self._serving.plan_pull(
             request.model, request.version, wire.request_from_proto(request.layout), request.dtype
         )
@@ -41,12 +41,8 @@ class WeightHandlers:
         self, request: weight_service_pb2.PullRequest, call: Call
     ) -> Iterator[weight_service_pb2.PullResponse | bytes]:
         layout = wire.request_from_proto(request.layout)
-        plan = partial(
-            self._serving.pull, request.model, request.version, layout, request.offset, request.dtype
-        )
-        yield from self._streams.send(
-            call, request, plan, weight_service_pb2.PullResponse, self._serving.count
-        )
+        plan = partial(self._serving.pull, request.model, request.version, layout, request.offset, request.dtype)
+        yield from self._streams.send(call, request, plan, weight_service_pb2.PullResponse, self._serving.count)
 
 
 class LocalLaneHandlers:

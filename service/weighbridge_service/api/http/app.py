@@ -1,7 +1,7 @@
 """Application of the HTTP server: models, versions, refs, exports, health and metrics.
 
-Handlers convert their request, call one method of the service or of its exports, and convert the result. The response to every error is a
-problem document (RFC 9457).
+Handlers convert their request, call one method of the service or of its exports, and convert the result. The response
+to every error is a problem document (RFC 9457).
 """
 
 from __future__ import annotations
@@ -137,7 +137,10 @@ def _models_router(service: Weighbridge) -> APIRouter:
         after: Annotated[str, Query(description="Start after the adapter with this name.")] = "",
         limit: Annotated[int, Query(ge=1, le=LARGEST_PAGE, description="Maximum number of adapters.")] = PAGE,
     ) -> AdaptersOut:
-        """Adapters on versions of a model that you may see, by name. Give the last name of a page as `after` to get the next one."""
+        """Adapters on versions of a model that you may see, by name.
+
+        Give the last name of a page as `after` to get the next one.
+        """
         found = service.catalog.adapters(f"{namespace}/{name}", version, peer_of(request).sees)
         page = [AdapterOut(model=each, versions=list(on)) for each, on in found.items() if each > after]
         return AdaptersOut(adapters=page[:limit])
@@ -150,12 +153,12 @@ def _models_router(service: Weighbridge) -> APIRouter:
         confirm: Annotated[
             str,
             Query(
-                description="The model's name, as in `acme/smol`. Required, because the whole model is deleted permanently."
+                description=(
+                    "The model's name, as in `acme/smol`. Required, because the whole model is deleted permanently."
+                )
             ),
         ],
-        force: Annotated[
-            bool, Query(description="Delete the model even if adapters are on versions of it.")
-        ] = False,
+        force: Annotated[bool, Query(description="Delete the model even if adapters are on versions of it.")] = False,
     ) -> BaseModel:
         """Delete a model with all of its versions and refs. Collections delete its objects after the grace time."""
         model = f"{namespace}/{name}"
@@ -203,9 +206,7 @@ def _models_router(service: Weighbridge) -> APIRouter:
         """One version. A number may also name a version that is being received or has failed."""
         return VERSION.model_validate(service.catalog.get_version(f"{namespace}/{name}", version))
 
-    @router.post(
-        "/{namespace}/{name}/versions/{version}/verify", tags=["versions"], response_model=VERIFICATION
-    )
+    @router.post("/{namespace}/{name}/versions/{version}/verify", tags=["versions"], response_model=VERIFICATION)
     @in_threads(ThreadPool("http-verify", _VERIFYING))
     def verify_version(namespace: Namespace, name: Name, version: VersionOrRef) -> BaseModel:
         """Read all files of a durable version and compare them with the digests in its manifest."""
@@ -221,13 +222,9 @@ def _models_router(service: Weighbridge) -> APIRouter:
         "/{namespace}/{name}/versions/{version}/signatures/{signature}",
         tags=["signatures"],
         response_class=Response,
-        responses={
-            200: {"content": {SIGNATURE_TYPE: {}}, "description": "A bundle, as model_signing reads it."}
-        },
+        responses={200: {"content": {SIGNATURE_TYPE: {}}, "description": "A bundle, as model_signing reads it."}},
     )
-    def get_signature(
-        namespace: Namespace, name: Name, version: VersionOrRef, signature: SignatureId
-    ) -> Response:
+    def get_signature(namespace: Namespace, name: Name, version: VersionOrRef, signature: SignatureId) -> Response:
         """One signature, as the file that `model_signing verify` reads."""
         found = service.signatures.get(f"{namespace}/{name}", version, signature)
         return Response(found.content, media_type=SIGNATURE_TYPE)
@@ -243,10 +240,10 @@ def _models_router(service: Weighbridge) -> APIRouter:
 
     @router.post("/{namespace}/{name}/collect", tags=["retention"], response_model=COLLECTION)
     def collect_versions(namespace: Namespace, name: Name, body: CollectIn) -> BaseModel:
-        """Delete the versions that retention does not require now, instead of waiting for the service's next collection."""
-        return COLLECTION.model_validate(
-            service.collecting.collect(f"{namespace}/{name}", dry_run=body.dry_run)
-        )
+        """Delete the versions that retention does not require now, instead of waiting for the service's next
+        collection.
+        """
+        return COLLECTION.model_validate(service.collecting.collect(f"{namespace}/{name}", dry_run=body.dry_run))
 
     return router
 
@@ -398,7 +395,5 @@ def create_app(
             sizes=hub,
         )
     )
-    app.include_router(
-        pages_router(service, exports)
-    )  # last, because a model's name may equal a part of their paths
+    app.include_router(pages_router(service, exports))  # last, because a model's name may equal a part of their paths
     return app

@@ -18,8 +18,8 @@ _BODY_SECONDS = 30.0
 
 
 class BodyLimit:
-    """Middleware that refuses requests whose bodies are too large or do not arrive in time. It checks the size in ``Content-Length`` and while it
-    receives the body.
+    """Middleware that refuses requests whose bodies are too large or do not arrive in time. It checks the size in
+    ``Content-Length`` and while it receives the body.
 
     Args:
         app: the wrapped application.

@@ -1,4 +1,6 @@
-"""Callers of the HTTP server: a request's credentials and identity, its authorization, and its record in the audit log."""
+"""Callers of the HTTP server: a request's credentials and identity, its authorization, and its record in the audit
+log.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from weighbridge_service.access.peer import LOCAL, Peer, authorize
 CERTIFICATE = "weighbridge-certificate"
 """Key in the state of requests. The value is the names in the connection's certificate."""
 SHOWN = "weighbridge-shown"
-"""Key in the scope of requests for pages. The value is the credential of the browser's session; empty or missing without a session."""
+"""Key in the scope of requests for pages.
+
+The value is the credential of the browser's session; empty or missing without a session.
+"""
 _HEADER = "authorization"
 _ASKED = "weighbridge-asked"
 """Key in the scope of a request. The value is the request's last `_Asked`."""
@@ -36,7 +41,10 @@ class _Asked(NamedTuple):
 
 
 def ask(request: Request, verb: Verb, model: str = "", ref: str = "") -> None:
-    """Raise if the caller may not do this, or if the audit log cannot record it; see `authorize` and `Audit.check`. `Recorder` records the result."""
+    """Raise if the caller may not do this, or if the audit log cannot record it; see `authorize` and `Audit.check`.
+
+    `Recorder` records the result.
+    """
     peer = peer_of(request)
     request.scope[_ASKED] = _Asked(peer, request.scope["route"].name, verb, model, ref)
     authorize(peer, verb, model, ref)
@@ -60,7 +68,10 @@ class Standing:
 
     @property
     def ended(self) -> bool:
-        """Whether the token has expired or the policy has changed. The response then ends, and its client may resume with a new request."""
+        """Whether the token has expired or the policy has changed.
+
+        The response then ends, and its client may resume with a new request.
+        """
         now = time.monotonic()
         if self._identity is EVERYBODY or now - self._stood < self._seconds:
             return False
@@ -123,7 +134,8 @@ def peer_of(request: Request) -> Peer:
 def came_by_tls(request: Request) -> bool:
     """Whether the caller's own connection uses TLS: to this service, or to a proxy that sets ``X-Forwarded-Proto``.
 
-    Links and cookies for the caller depend on the result. The header can only make them stricter, so it is accepted from any sender.
+    Links and cookies for the caller depend on the result. The header can only make them stricter, so it is accepted
+    from any sender.
     """
     # with several proxies, the first value is the caller's
     said, _, _ = request.headers.get("x-forwarded-proto", "").partition(",")

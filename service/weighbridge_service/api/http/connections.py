@@ -1,7 +1,8 @@
 """Connections of the HTTP server: limits on their number, and timeouts for idle ones.
 
-uvicorn closes a connection that is idle for five seconds between two requests, but has no timeout for a request's headers. It notices a
-connection only after its TLS handshake, for which asyncio allows a minute. So this module accepts connections, and counts them at once.
+uvicorn closes a connection that is idle for five seconds between two requests, but has no timeout for a request's
+headers. It notices a connection only after its TLS handshake, for which asyncio allows a minute. So this module accepts
+connections, and counts them at once.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Listener:
 
     Args:
         listening: the socket.
-        most: maximum number of connections. Further ones are closed at once. When only a fourth of them is left, new connections from hosts that
-            already have many are closed at once as well.
+        most: maximum number of connections. Further ones are closed at once. When only a fourth of them is left, new
+            connections from hosts that already have many are closed at once as well.
         seconds: timeout for a client's TLS handshake.
     """
 
@@ -115,7 +116,8 @@ def connections(seconds: float) -> type[H11Protocol]:
     """The protocol class for uvicorn's connections.
 
     Args:
-        seconds: timeout from the beginning of the connection, or the end of a response, to the end of a request's headers.
+        seconds: timeout from the beginning of the connection, or the end of a response, to the end of a request's
+            headers.
     """
 
     class Connection(H11Protocol):

@@ -44,7 +44,10 @@ def engines_router(engines: KnownEngines) -> APIRouter:
     def list_engines_of(
         namespace: Namespace, name: Name, request: Request, after: After = "", limit: Limit = _PAGE
     ) -> BaseModel:
-        """Engines that serve versions of a model, and how far behind their refs they are. Give `next` of a page as `after` to get the next one."""
+        """Engines that serve versions of a model, and how far behind their refs they are.
+
+        Give `next` of a page as `after` to get the next one.
+        """
         found, more = engines.page(f"{namespace}/{name}", peer_of(request).sees, after, limit)
         return ENGINES.model_validate({"engines": found, "next": more})
 

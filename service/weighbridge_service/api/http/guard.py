@@ -1,9 +1,10 @@
 """Guard of the HTTP server against requests that a browser sends because of pages of other sites.
 
-Another site can make a browser inside the network send requests to the service: through a domain that its owner points at the service's address
-(DNS rebinding), or through a form on a page of another origin. Cookies cannot identify such requests, because the API does not use cookies (only
-pages accept one). So the guard checks headers: `Host` must be a name that an outsider cannot own, or one that the operator has configured, and a
-request that changes something must not have an `Origin` of another site. Programs do not send `Origin`.
+Another site can make a browser inside the network send requests to the service: through a domain that its owner points
+at the service's address (DNS rebinding), or through a form on a page of another origin. Cookies cannot identify such
+requests, because the API does not use cookies (only pages accept one). So the guard checks headers: `Host` must be a
+name that an outsider cannot own, or one that the operator has configured, and a request that changes something must not
+have an `Origin` of another site. Programs do not send `Origin`.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ _HEADERS = {
 }
 _NOTHING = "default-src 'none'; frame-ancestors 'none'"
 _DOCUMENTATION = (
-    "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; connect-src 'self'; img-src 'self' data:; "
+    "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; "
+    "connect-src 'self'; img-src 'self' data:; "
     "style-src 'self' 'unsafe-inline'; script-src 'self'"
 )
 _PAGES = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; form-action 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'none'"
 )
 _PAGE_HEADERS = {

@@ -1,4 +1,6 @@
-"""Responses to HEAD: the responses to GET without their content, unless a route has a HEAD handler (RFC 9110, section 9.3.2)."""
+"""Responses to HEAD: the responses to GET without their content, unless a route has a HEAD handler (RFC 9110, section
+9.3.2).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class Heads:
-    """Middleware that forwards HEAD as GET and drops the content of the response. It must be the outermost, because all inner ones share one scope.
+    """Middleware that forwards HEAD as GET and drops the content of the response.
+
+    It must be the outermost, because all inner ones share one scope.
 
     Args:
         app: the wrapped application.

@@ -1,14 +1,17 @@
 """Documents about a version for Hugging Face's clients: commit, ETags of files, listings.
 
-All functions are pure. The documents have the members that huggingface_hub and transformers read, with the names that the Hugging Face Hub uses.
+All functions are pure. The documents have the members that huggingface_hub and transformers read, with the names that
+the Hugging Face Hub uses.
 
-A **commit** permanently identifies one version of one model. It has 40 hexadecimal digits: the first 30 are from a SHA-256 of the model's name,
-the number and the SHA-256 of the manifest; the last 10 are the number itself, so that the version of a commit is found without a list of commits.
+A **commit** permanently identifies one version of one model. It has 40 hexadecimal digits: the first 30 are from a
+SHA-256 of the model's name, the number and the SHA-256 of the manifest; the last 10 are the number itself, so that the
+version of a commit is found without a list of commits.
 
-An **ETag** identifies the content of a file, independently of the file's name and version: clients use it as the file's name in their cache, and
-compare it with other ETags. It is the SHA-256 of the content if the manifest has one (`serve --sha256`). Only then do the documents have the member
-`lfs`, because clients treat 64 hexadecimal digits as a SHA-256 and verify their downloads against it. Otherwise the ETag is
-``xxh3-{XXH3-128}-{size}``, from the manifest's digest. Clients cannot mistake it for a SHA-256 or for git's SHA-1.
+An **ETag** identifies the content of a file, independently of the file's name and version: clients use it as the file's
+name in their cache, and compare it with other ETags. It is the SHA-256 of the content if the manifest has one
+(`serve --sha256`). Only then do the documents have the member `lfs`, because clients treat 64 hexadecimal digits as a
+SHA-256 and verify their downloads against it. Otherwise the ETag is ``xxh3-{XXH3-128}-{size}``, from the manifest's
+digest. Clients cannot mistake it for a SHA-256 or for git's SHA-1.
 """
 
 from __future__ import annotations
@@ -167,24 +170,33 @@ def commit_of(model: ModelName, number: int, manifest_sha256: str) -> str:
 
 
 def is_commit(revision: str) -> bool:
-    """Whether a revision has the form of a commit. If so, it is treated as a commit, even if a tag has the same name. Clients do the same."""
+    """Whether a revision has the form of a commit. If so, it is treated as a commit, even if a tag has the same name.
+
+    Clients do the same.
+    """
     return _COMMIT.fullmatch(revision) is not None
 
 
 def etag_of(file: FileEntry) -> str:
-    """The ETag of a file's content, without quotes: its SHA-256 if known, and otherwise a string that cannot be mistaken for one."""
+    """The ETag of a file's content, without quotes: its SHA-256 if known, and otherwise a string that cannot be
+    mistaken for one.
+    """
     return file.sha256 or f"xxh3-{file.xxh3_128}-{file.size}"
 
 
 def number_of(model: ModelName, history: History, revision: str) -> int:
-    """The number of the durable version that a revision names. The caller must check that a commit belongs to that version.
+    """The number of the durable version that a revision names.
 
-    Numbers and commits also find versions that were removed from the history but still exist, because clients request the files one by one.
+    The caller must check that a commit belongs to that version.
+
+    Numbers and commits also find versions that were removed from the history but still exist, because clients request
+    the files one by one.
 
     Args:
         model: name of the model, for the error.
         history: history of the model.
-        revision: a number, a ref (not `live`, which may name a version that is not durable), a commit, `MAIN`, or `HEAD`.
+        revision: a number, a ref (not `live`, which may name a version that is not durable), a commit, `MAIN`, or
+            `HEAD`.
 
     Raises:
         RevisionNotFound: the revision does not name a durable version.
@@ -227,9 +239,7 @@ def model_info(version: HubVersion, *, sizes: bool) -> dict[str, Any]:
         "downloads": 0,
         "likes": 0,
         "tags": [],
-        "siblings": [
-            {"rfilename": name, **(_sibling(file) if sizes else {})} for name, file in version.files.items()
-        ],
+        "siblings": [{"rfilename": name, **(_sibling(file) if sizes else {})} for name, file in version.files.items()],
     }
 
 
@@ -265,9 +275,7 @@ def tree_page(
         EntryNotFound: the folder does not exist.
     """
     if path and path not in version.folders:
-        raise EntryNotFound(
-            f"{version.model}@{version.number} has no folder {shown(path)}", commit=version.commit
-        )
+        raise EntryNotFound(f"{version.model}@{version.number} has no folder {shown(path)}", commit=version.commit)
     inside = f"{path}/" if path else ""
     names = [
         name
@@ -303,7 +311,8 @@ def _tree_entry(version: HubVersion, name: str, expand: bool) -> dict[str, Any]:
 
 
 def refs_document(head: Head, commits: Mapping[int, str]) -> dict[str, Any]:
-    """Document for `HfApi.list_repo_refs`: `main` and `latest` are branches, because they move; all other refs are tags.
+    """Document for `HfApi.list_repo_refs`: `main` and `latest` are branches, because they move; all other refs are
+    tags.
 
     Args:
         head: head of the model.

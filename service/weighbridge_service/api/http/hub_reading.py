@@ -28,13 +28,19 @@ from weighbridge_storage.versions.manifest import Manifest
 from weighbridge_storage.versions.reading import read_manifest_text
 
 URL_SECONDS = 3600
-"""A presigned URL of a file in the store is valid for this many seconds. A download must begin in this time, and may continue afterwards."""
+"""A presigned URL of a file in the store is valid for this many seconds.
+
+A download must begin in this time, and may continue afterwards.
+"""
 _KEPT_FILES = 100_000
 """Maximum number of files of cached versions, over all models. Each takes about 300 bytes."""
 
 _KEPT_CHECKS = 10_000
 _REFUSED_SECONDS = 60.0
-"""If the bytes of a file do not match its digest, the file is refused for this many seconds. Then it is read and verified again."""
+"""If the bytes of a file do not match its digest, the file is refused for this many seconds.
+
+Then it is read and verified again.
+"""
 
 
 class Hub:
@@ -79,8 +85,8 @@ class Hub:
 
         Raises:
             RevisionNotFound: the version has been deleted.
-            DataLoss: the file is missing from the store or shorter than in the manifest, or, once all of it was read, its bytes do not match the
-                digest.
+            DataLoss: the file is missing from the store or shorter than in the manifest, or, once all of it was read,
+                its bytes do not match the digest.
         """
         with self._unless_deleted(version.model, version.number):
             data = self._read(version, path, start, length)
@@ -89,17 +95,15 @@ class Hub:
 
     def _read(self, version: HubVersion, path: str, start: int, length: int) -> bytes:
         try:
-            return self._catalog.store.read_range(
-                version_key(version.model, version.number, path), start, length
-            )
+            return self._catalog.store.read_range(version_key(version.model, version.number, path), start, length)
         except (NotFound, InvalidArgument) as error:
             raise DataLoss(
                 f"{path} of {version.model}@{version.number} in the store does not agree with its manifest"
             ) from error
 
     def _checks_of(self, version: HubVersion, path: str) -> ReadChecks:
-        """The verification of a file against its digest. A damaged file is refused for a while, even to requests for a part of it, because clients
-        resume interrupted downloads.
+        """The verification of a file against its digest. A damaged file is refused for a while, even to requests for a
+        part of it, because clients resume interrupted downloads.
         """
         key, begin = (version.commit, path), partial(self._begin_checks, version, path)
         # concurrent readers of parts of a file share one verification, because no single reader reads all bytes

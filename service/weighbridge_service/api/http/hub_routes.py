@@ -2,8 +2,9 @@
 
 Handlers parse the URL, call one function of `hub_documents` or one method of `hub_reading.Hub`, and build the response.
 
-Clients request a file twice, for its ETag and for its content, and again to resume a download. So that all these requests get the same version
-even if a ref moves, files are served by commit: any other revision is redirected to its current commit.
+Clients request a file twice, for its ETag and for its content, and again to resume a download. So that all these
+requests get the same version even if a ref moves, files are served by commit: any other revision is redirected to its
+current commit.
 """
 
 from __future__ import annotations
@@ -54,11 +55,13 @@ class HubSizes:
 
     Attributes:
         tree_page: number of files on a page, unless the client requests another number.
-        read: maximum bytes of a piece, which is read from the store in one request. A download holds two pieces: the one that is being sent, and the
+        read: maximum bytes of a piece, which is read from the store in one request. A download holds two pieces: the
+            one that is being sent, and the
                 next one, which is read meanwhile.
         room: maximum bytes of all pieces. With many concurrent downloads, pieces are smaller.
         send: bytes that are sent between two checks of the caller's credentials.
-        redirect: minimum size, in bytes, of a file whose download is redirected to the store. The redirect costs the client one more request.
+        redirect: minimum size, in bytes, of a file whose download is redirected to the store. The redirect costs the
+            client one more request.
     """
 
     tree_page: int = _LARGEST_PAGE
@@ -71,9 +74,7 @@ class HubSizes:
 DEFAULT_SIZES = HubSizes()
 
 
-def hub_router(
-    hub: Hub, quotas: IdentityQuotas, *, redirect: bool, sizes: HubSizes = DEFAULT_SIZES
-) -> APIRouter:
+def hub_router(hub: Hub, quotas: IdentityQuotas, *, redirect: bool, sizes: HubSizes = DEFAULT_SIZES) -> APIRouter:
     """The routes for durable versions. They are not in the OpenAPI document, because the protocol is the Hub's.
 
     Args:
@@ -159,9 +160,7 @@ def hub_router(
             return _not_modified(headers)
         size = version.file(asked.path).size
         condition = request.headers.get("if-range")
-        wanted = byte_range(
-            request.headers.get("range") if condition in (None, headers["ETag"]) else None, size
-        )
+        wanted = byte_range(request.headers.get("range") if condition in (None, headers["ETag"]) else None, size)
         # the store uses other ETags, so conditional requests are not redirected
         if redirect and size >= sizes.redirect and not _CONDITIONS & set(request.headers.keys()):
             elsewhere = _elsewhere(request, hub.url(version, asked.path))
@@ -176,7 +175,8 @@ def hub_router(
             streaming = stack.enter_context(quotas.streaming(peer_of(request).identity))
             stack.enter_context(hub.begin(version))
             reader = stack.enter_context(room.reader())
-            # read the first piece before the response starts, so that an unreadable file leads to a problem document instead of a broken stream
+            # read the first piece before the response starts, so that an unreadable file leads to a problem document
+            # instead of a broken stream
             first = read(wanted.start, reader.take(wanted.end - wanted.start))
             pieces = _stream(
                 threaded(read),
@@ -307,8 +307,8 @@ def _file_headers(version: HubVersion, path: str) -> dict[str, str]:
 
 
 def _to_commit(request: Request, version: HubVersion, headers: dict[str, str]) -> Response:
-    """Redirect to the same file by the version's commit. ``Location`` contains neither scheme nor host, because older clients follow only such
-    redirects of a HEAD."""
+    """Redirect to the same file by the version's commit. ``Location`` contains neither scheme nor host, because older
+    clients follow only such redirects of a HEAD."""
     parts = _raw_path(request).split("/")
     parts[4] = version.commit
     query = request.scope["query_string"].decode("latin-1")
@@ -321,8 +321,7 @@ _CONDITIONS = frozenset({"if-range", "if-match", "if-none-match"})
 
 def _has_it(request: Request, headers: dict[str, str]) -> bool:
     match, none_match = (
-        ", ".join(lines) if (lines := request.headers.getlist(name)) else None
-        for name in ("if-match", "if-none-match")
+        ", ".join(lines) if (lines := request.headers.getlist(name)) else None for name in ("if-match", "if-none-match")
     )
     return is_unchanged(headers["ETag"], match, none_match)
 
@@ -349,9 +348,7 @@ def _redirect_headers(headers: dict[str, str]) -> dict[str, str]:
 class _Download(StreamingResponse):
     """Response with bytes of a file; releases ``held`` when the response ends for any reason."""
 
-    def __init__(
-        self, pieces: AsyncIterator[memoryview], status: int, headers: dict[str, str], held: ExitStack
-    ):
+    def __init__(self, pieces: AsyncIterator[memoryview], status: int, headers: dict[str, str], held: ExitStack):
         super().__init__(pieces, status, headers, media_type="application/octet-stream")
         self._held = held
 
@@ -370,10 +367,12 @@ async def _stream(
     delay: Callable[[int], float],
     standing: Standing,
 ) -> AsyncIterator[memoryview]:
-    """Yield the bytes from ``start`` up to ``end``. ``piece`` contains the first bytes; each further piece is read while the previous one is sent.
+    """Yield the bytes from ``start`` up to ``end``.
 
-    ``delay`` counts the bytes of each part and returns how many seconds to wait before it is sent. If the caller's credentials become invalid, the
-    stream ends before ``end``, which closes the connection.
+    ``piece`` contains the first bytes; each further piece is read while the previous one is sent.
+
+    ``delay`` counts the bytes of each part and returns how many seconds to wait before it is sent. If the caller's
+    credentials become invalid, the stream ends before ``end``, which closes the connection.
     """
     while piece:
         start += len(piece)

@@ -39,9 +39,7 @@ class Metrics(Collector):
         requests: instruments of its HTTP server.
     """
 
-    def __init__(
-        self, service: Weighbridge, lane: LaneServer, calls: CallInstruments, health: Health
-    ) -> None:
+    def __init__(self, service: Weighbridge, lane: LaneServer, calls: CallInstruments, health: Health) -> None:
         self._service = service
         self._lane = lane
         self._health = health
@@ -61,9 +59,7 @@ class Metrics(Collector):
         yield from self._memory()
         yield from self._retention()
         yield declared.BUILD.family({VERSION: 1})
-        yield declared.CHECK.family(
-            {check.name: _STATUSES[check.status] for check in self._health.findings()}
-        )
+        yield declared.CHECK.family({check.name: _STATUSES[check.status] for check in self._health.findings()})
 
     def _pushes(self) -> Iterator[Metric]:
         service = self._service
@@ -109,17 +105,11 @@ class Metrics(Collector):
             ]
         )
         yield declared.ENGINES_PROVED.families(
-            [
-                ((each.model, verdict), count)
-                for each in fleets
-                for verdict, count in sorted(each.proofs.items())
-            ]
+            [((each.model, verdict), count) for each in fleets for verdict, count in sorted(each.proofs.items())]
         )
         yield declared.ENGINES_PROOF_AGE.family({each.model: each.proof_age_s for each in fleets})
         yield declared.ENGINES_PROOF.family({each.model: each.proof_s for each in fleets})
-        yield declared.ENGINES_DRIFT.family(
-            {each.model: each.drift for each in fleets if each.drift is not None}
-        )
+        yield declared.ENGINES_DRIFT.family({each.model: each.drift for each in fleets if each.drift is not None})
 
     def _store(self) -> Iterator[Metric]:
         service = self._service

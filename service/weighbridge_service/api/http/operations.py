@@ -44,23 +44,26 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
 
     @router.get("/livez")
     async def liveness() -> StatusOut:
-        """Whether the process responds. It succeeds even while the store is unavailable, because a restart would not help."""
+        """Whether the process responds.
+
+        It succeeds even while the store is unavailable, because a restart would not help.
+        """
         return StatusOut(status="ok")
 
     def findings_for(request: Request) -> list[Check]:
-        """Last findings of the checks. Callers who may not observe do not see the details, because these name models and stores."""
+        """Last findings of the checks.
+
+        Callers who may not observe do not see the details, because these name models and stores.
+        """
         findings = health.findings()
         if peer_of(request).identity.may(Verb.OBSERVE):
             return findings
-        return [
-            Check(each.name, each.status, "details are shown only to callers who may observe")
-            for each in findings
-        ]
+        return [Check(each.name, each.status, "details are shown only to callers who may observe") for each in findings]
 
     @router.get("/readyz")
     async def readiness(request: Request) -> ReadinessOut:
-        """Whether new work should be sent here. It should if no check has failed. Lists the last findings of the checks, with details for callers who
-        may observe."""
+        """Whether new work should be sent here. It should if no check has failed. Lists the last findings of the
+        checks, with details for callers who may observe."""
         findings = findings_for(request)
         health.check_ready(findings)
         return ReadinessOut.model_validate({"status": "ready", "checks": findings})
@@ -82,7 +85,9 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
     @router.get("/v1/checks")
     @in_threads(ThreadPool("http-checks", 1))  # the checks write to the store
     def list_checks() -> ChecksOut:
-        """Findings of `weighbridge doctor`: the checks of `/readyz`, memory, disk, and the resources that a push of each model requires."""
+        """Findings of `weighbridge doctor`: the checks of `/readyz`, memory, disk, and the resources that a push of
+        each model requires.
+        """
         return ChecksOut.model_validate({"checks": [*health.findings(), *examiner.checks()]})
 
     @router.get(

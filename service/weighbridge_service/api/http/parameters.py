@@ -18,18 +18,17 @@ from weighbridge_storage.documents.names import (
 
 
 def _text(description: str, pattern: str, *examples: str) -> Any:
-    """A string in a path. The pattern is for documentation only; the parser of the value refuses invalid strings with a better message."""
-    return Path(
-        description=description, examples=list(examples) or None, json_schema_extra={"pattern": pattern}
-    )
+    """A string in a path.
+
+    The pattern is for documentation only; the parser of the value refuses invalid strings with a better message.
+    """
+    return Path(description=description, examples=list(examples) or None, json_schema_extra={"pattern": pattern})
 
 
 Namespace = Annotated[str, _text("First half of the model's name.", MODEL_PART_PATTERN, "acme")]
 Name = Annotated[
     str,
-    _text(
-        "Second half of the model's name; with `:training`, its training states.", MODEL_NAME_PATTERN, "smol"
-    ),
+    _text("Second half of the model's name; with `:training`, its training states.", MODEL_NAME_PATTERN, "smol"),
 ]
 VersionOrRef = Annotated[str, _text("A number or a ref.", REF_PATTERN, "latest")]
 Number = Annotated[int, Path(ge=1, le=MAX_VERSION, description="A version's number.", examples=[17])]

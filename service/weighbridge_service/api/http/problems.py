@@ -91,7 +91,10 @@ def _leaves(routes: Iterable[BaseRoute]) -> Iterator[Route]:
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    """The problem document for an error. For an unexpected exception, the document does not reveal internals of the service."""
+    """The problem document for an error.
+
+    For an unexpected exception, the document does not reveal internals of the service.
+    """
     if isinstance(error, ClientDisconnect):
         error = Unavailable("the caller has gone")
     if isinstance(error, WeighbridgeError):
@@ -106,8 +109,7 @@ async def on_error(request: Request, error: Exception) -> Response:
         )
     if isinstance(error, RequestValidationError):
         lines = [
-            f"{'.'.join(str(part)[:80] for part in each['loc'][:8])}: {each['msg'][:200]}"
-            for each in error.errors()
+            f"{'.'.join(str(part)[:80] for part in each['loc'][:8])}: {each['msg'][:200]}" for each in error.errors()
         ]
         return ProblemResponse(
             InvalidArgument.reason,

@@ -61,7 +61,8 @@ class ByteRange:
 def byte_range(header: str | None, size: int) -> ByteRange:
     """The byte range that a Range header requests.
 
-    A header that is malformed, or has another unit or several ranges, is ignored, as the standard allows: the range is the whole file.
+    A header that is malformed, or has another unit or several ranges, is ignored, as the standard allows: the range is
+    the whole file.
 
     Args:
         header: value of the header; None if there is none.

@@ -29,7 +29,9 @@ class RequestRefIn(In):
     note: str = Field("", description="A note that is kept with the request.", max_length=MAX_TEXT)
     request_id: str = Field(
         default_factory=lambda: uuid.uuid4().hex,
-        description="Identifies the call; the same in each retry. The request has a different id, which the response contains.",
+        description=(
+            "Identifies the call; the same in each retry. The request has a different id, which the response contains."
+        ),
         pattern=REQUEST_PATTERN,
     )
 
@@ -47,7 +49,9 @@ def refs_router(service: Weighbridge) -> APIRouter:
     def request_ref(
         namespace: Namespace, name: Name, ref: Ref, body: RequestRefIn, request: Request, response: Response
     ) -> BaseModel:
-        """Change a tag, or request the change if it requires approval by other identities: 200 if it is done, 202 if it is pending."""
+        """Change a tag, or request the change if it requires approval by other identities: 200 if it is done, 202 if it
+        is pending.
+        """
         model, peer, named = f"{namespace}/{name}", peer_of(request), body.request_id
         if body.action == REQUEST_DELETE:
             found = gates.ask(model, ref, REQUEST_DELETE, peer, request_id=named, note=body.note)
@@ -56,10 +60,11 @@ def refs_router(service: Weighbridge) -> APIRouter:
         return _answer(found, response)
 
     @router.delete("/{ref}/protection", response_model=REQUEST)
-    def unprotect_ref(
-        namespace: Namespace, name: Name, ref: Ref, request: Request, response: Response
-    ) -> BaseModel:
-        """Remove a ref's protection, or request its removal. It requires the same approvals as moving the ref: 200 if it is done, 202 if it is pending."""
+    def unprotect_ref(namespace: Namespace, name: Name, ref: Ref, request: Request, response: Response) -> BaseModel:
+        """Remove a ref's protection, or request its removal.
+
+        It requires the same approvals as moving the ref: 200 if it is done, 202 if it is pending.
+        """
         model, peer = f"{namespace}/{name}", peer_of(request)
         return _answer(gates.ask(model, ref, REQUEST_UNPROTECT, peer, request_id=uuid.uuid4().hex), response)
 

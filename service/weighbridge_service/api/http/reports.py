@@ -24,9 +24,7 @@ class LimitOut(Out):
 class SpaceOut(Out):
     """Capacity for images in memory, or on disk."""
 
-    budget: int = Field(
-        description="Maximum number of bytes; 2**62 if there is no limit, 0 if nothing is allowed."
-    )
+    budget: int = Field(description="Maximum number of bytes; 2**62 if there is no limit, 0 if nothing is allowed.")
     in_use: int = Field(description="Bytes of images in use.")
     free: int = Field(description="Bytes of memory or files that are free for reuse.")
     available: int = Field(description="Further bytes that the machine can provide.")
@@ -89,9 +87,7 @@ class MemoryOut(Out):
     memory: SpaceOut = Field(description="Capacity for images in memory.")
     disk: SpaceOut = Field(description="Capacity for images in the scratch folder.")
     holdings: list[HoldingOut] = Field(description="Images in use, the longest held first.")
-    waiting: list[WaitingImageOut] = Field(
-        description="Images that pushes wait for, in the order of the queue."
-    )
+    waiting: list[WaitingImageOut] = Field(description="Images that pushes wait for, in the order of the queue.")
     byte_budget: int = Field(description="Maximum number of bytes of weights in flight over gRPC.")
     in_flight: dict[Direction, int] = Field(description="Bytes in flight, by direction.")
 

@@ -38,11 +38,16 @@ class SignatureOut(Out):
 
     id: str = Field(description="SHA-256 of the signature.")
     method: str = Field(
-        description="How it is signed: `key` or `certificate`; `unknown` if it is of a kind that this service does not know.",
+        description=(
+            "How it is signed: `key` or `certificate`; `unknown` if it is of a kind that this service does not know."
+        ),
         examples=["key"],
     )
     signer: str = Field(
-        description="The key that it names, by SHA-256 of its PEM text; or the certificate, by SHA-256; empty if it is not known."
+        description=(
+            "The key that it names, by SHA-256 of its PEM text; or the certificate, by SHA-256; "
+            "empty if it is not known."
+        )
     )
 
     @classmethod
@@ -62,9 +67,7 @@ class SignaturesOut(Out):
 class SignatureIn(In):
     """A signature."""
 
-    content: str = Field(
-        description="The bundle that `model_signing sign` has written, as text.", max_length=MAX_BYTES
-    )
+    content: str = Field(description="The bundle that `model_signing sign` has written, as text.", max_length=MAX_BYTES)
 
 
 class CollectIn(In):
@@ -105,9 +108,7 @@ class ExportOut(Out):
     id: str = Field(description="Identifies the export.")
     model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
     number: int = Field(description="The version that is written.", examples=[17])
-    folder: str = Field(
-        description="Where the service writes it. The folder exists only once the export is done."
-    )
+    folder: str = Field(description="Where the service writes it. The folder exists only once the export is done.")
     state: ExportState = Field(description="State of the export; the last three are final.")
     bytes_done: int = Field(description="Bytes of weights written so far.")
     bytes_total: int = Field(description="Bytes of weights to write; 0 until it runs.")

@@ -1,4 +1,6 @@
-"""Thread pools for HTTP handlers that may wait long for the store, so that they do not occupy the threads that all other handlers share."""
+"""Thread pools for HTTP handlers that may wait long for the store, so that they do not occupy the threads that all
+other handlers share.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ def in_threads(
 ) -> Callable[[Callable[P, T]], Callable[P, Awaitable[T]]]:
     """A decorator that runs a function in a thread pool, as a coroutine with the same signature.
 
-    The coroutine raises Unavailable if the function has not ended within ``seconds``, including the wait for a thread. A function that has started
-    continues, and occupies its thread until it ends.
+    The coroutine raises Unavailable if the function has not ended within ``seconds``, including the wait for a thread.
+    A function that has started continues, and occupies its thread until it ends.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, Awaitable[T]]:

@@ -12,7 +12,9 @@ from weighbridge._tracing.settings import OF_PROCESS
 from weighbridge._tracing.traceparent import TraceParents
 
 _UNTRACED = "/livez,/readyz,/metrics,/events"
-"""Paths that are not traced: probes and scrapes come every few seconds, and event streams last as long as their readers."""
+"""Paths that are not traced: probes and scrapes come every few seconds, and event streams last as long as their
+readers.
+"""
 _WITH_QUERY = ("http.url", "http.target", "url.full", "url.query")
 _LONGEST = 256
 """Maximum characters of a span's attribute."""
@@ -43,8 +45,9 @@ def trace_requests(app: FastAPI) -> None:
 def _bounded(span: Span, scope: Mapping[str, Any]) -> None:
     """Remove the query from a request's span, and shorten its other attributes.
 
-    A query may contain secrets, for example a token that was meant for a header. Any client can choose the other attributes. They must be short,
-    because thousands of spans may wait for a collector that does not respond, and a collector refuses a batch as a whole if it is too large.
+    A query may contain secrets, for example a token that was meant for a header. Any client can choose the other
+    attributes. They must be short, because thousands of spans may wait for a collector that does not respond, and a
+    collector refuses a batch as a whole if it is too large.
     """
     for name in _WITH_QUERY:
         span.set_attribute(name, scope.get("path", ""))

@@ -15,8 +15,8 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred of <sys/socket.h>: process, u
 
 
 class PeerProcess:
-    """The process that opened a connection. It has ended when its pidfd (see pidfd_open(2)) is readable: then none of its threads run, and the
-    kernel has removed its mappings and closed its devices.
+    """The process that opened a connection. It has ended when its pidfd (see pidfd_open(2)) is readable: then none of
+    its threads run, and the kernel has removed its mappings and closed its devices.
 
     Args:
         connection: a connected Unix socket, whose other end may be closed already.
@@ -57,9 +57,8 @@ def _pidfd(connection: socket.socket) -> int | None:
             raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH)) from error
         if error.errno != errno.ENOPROTOOPT:
             raise
-    # an older kernel. The process id may have been reused: then the pidfd is of the wrong process, and the memory itself must be checked
-    process = _CREDENTIALS.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )[0]
+    # an older kernel. The process id may have been reused: then the pidfd is of the wrong process, and the memory
+    # itself must be checked
+    process = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
     opened = getattr(os, "pidfd_open", None)  # Python may have been built where there was none
     return opened(process) if opened is not None and process > 0 else None  # 0: of another namespace

@@ -1,7 +1,7 @@
 """Plans of the local lane as messages: the places of a stream's shards in the files of a version.
 
-A rank writes to shared memory only the bytes of files that its own replica of the service holds. The plan of its grant omits the rest of its
-stream. It lists the ranges that the rank must send over gRPC, to this replica or to others.
+A rank writes to shared memory only the bytes of files that its own replica of the service holds. The plan of its grant
+omits the rest of its stream. It lists the ranges that the rank must send over gRPC, to this replica or to others.
 """
 
 from __future__ import annotations

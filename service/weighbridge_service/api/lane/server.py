@@ -44,11 +44,13 @@ class LaneServer:
 
     Args:
         service: the service that grants its memory.
-        where: path of the socket; ``auto`` for a socket in a folder that only this user can enter; ``off`` for no socket.
+        where: path of the socket; ``auto`` for a socket in a folder that only this user can enter; ``off`` for no
+            socket.
         most: maximum number of concurrent clients.
         hello_seconds: timeout for a client's hello after it has connected.
         stop_seconds: seconds that `stop` waits for clients that are being served.
-        refusals_a_second: rate of refusals to the processes of one user. Further refusals are delayed, because each adds a line to the audit log.
+        refusals_a_second: rate of refusals to the processes of one user. Further refusals are delayed, because each
+            adds a line to the audit log.
         refusals_at_once: burst of refusals; needed because each rank of a job that may not write sends one request.
 
     Raises:
@@ -103,9 +105,7 @@ class LaneServer:
             log.warning("%s; trainers and engines on this machine use gRPC", error.message)
             return
         self.path = str(path.absolute())
-        self._accepting = threading.Thread(
-            target=self._accept, args=(self._socket,), name="local-lane", daemon=True
-        )
+        self._accepting = threading.Thread(target=self._accept, args=(self._socket,), name="local-lane", daemon=True)
         self._accepting.start()
 
     @property
@@ -158,9 +158,7 @@ class LaneServer:
                 partial(self._refusals.delay, user),
                 self._hello_seconds,
             )
-            thread = threading.Thread(
-                target=self._run, args=(session, user), name="local-lane-client", daemon=True
-            )
+            thread = threading.Thread(target=self._run, args=(session, user), name="local-lane-client", daemon=True)
             with self._lock:
                 self._sessions[session] = thread
             try:
@@ -220,9 +218,7 @@ def _own_path(service_id: str) -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
-        raise Unavailable(
-            f"the folder {folder} for the local lane cannot be created: {error.strerror}"
-        ) from error
+        raise Unavailable(f"the folder {folder} for the local lane cannot be created: {error.strerror}") from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise Unavailable(f"the folder {folder} for the local lane does not belong to this user alone")
     for old in folder.glob("*.sock"):  # left by killed processes

@@ -43,11 +43,15 @@ _MESSAGE_SECONDS = 10.0
 _SEND_SECONDS = 30.0
 """Timeout for sending a response to a client that stops reading."""
 _MOST_LOANS = 1024
-"""Maximum number of concurrent loans of one client, so that a client that does not end them cannot fill the service's memory with records."""
+"""Maximum number of concurrent loans of one client, so that a client that does not end them cannot fill the service's
+memory with records.
+"""
 
 
 class LaneSession:
-    """Serves one client until its connection ends. `run` is for one thread; all other methods may be called from any thread.
+    """Serves one client until its connection ends.
+
+    `run` is for one thread; all other methods may be called from any thread.
 
     Args:
         service: the service that grants its memory.
@@ -99,7 +103,8 @@ class LaneSession:
         try:
             protocol.limit_sending(self._connection, _SEND_SECONDS)
             self._connection.settimeout(self._hello_seconds)
-            # accept no descriptors: clients need not send any, and those of incomplete messages could exhaust the service's limit
+            # accept no descriptors: clients need not send any, and those of incomplete messages could exhaust the
+            # service's limit
             while received := protocol.receive(self._connection, self._room, _MESSAGE_SECONDS, 0):
                 self._connection.settimeout(None)
                 self._answer(pb.LaneRequest.FromString(received[0]))
@@ -118,9 +123,7 @@ class LaneSession:
     def recall(self, region: Region) -> None:
         """Ask the client to release a region, unless it is writing a version there. Does not block."""
         with self._lock:
-            in_use = any(
-                isinstance(loan, MemoryGrant) and loan.image.region is region for loan in self._loans.values()
-            )
+            in_use = any(isinstance(loan, MemoryGrant) and loan.image.region is region for loan in self._loans.values())
             if in_use or not (region.key in self._writable or region.key in self._readable):
                 return
             self._writable.discard(region.key)
@@ -129,8 +132,8 @@ class LaneSession:
         self._send_recalls()
 
     def _send_recalls(self) -> None:
-        """Send the pending recalls. If another thread is sending, that thread sends them afterwards: callers of `recall` hold locks, and must not
-        wait for a client."""
+        """Send the pending recalls. If another thread is sending, that thread sends them afterwards: callers of
+        `recall` hold locks, and must not wait for a client."""
         while self._recalls and self._sending.acquire(blocking=False):
             try:
                 while self._recalls:
@@ -181,9 +184,7 @@ class LaneSession:
             self.client_id = request.hello.client_id
             response.hello.service_id = self._service_id
         elif not self.client_id:
-            raise InvalidArgument(
-                "the client has not identified itself", fix="send hello first, with a client_id"
-            )
+            raise InvalidArgument("the client has not identified itself", fix="send hello first, with a client_id")
         elif kind == "begin_write":
             self._begin_write(request.begin_write, response.write, attach)
         elif kind == "end_write":
@@ -241,14 +242,10 @@ class LaneSession:
         sample = [(piece.start, piece.end, piece.checksum) for piece in asked.sample]
         self._service.intake.end_grant(loan, complete=asked.complete, sample=sample)
 
-    def _grant_writable(
-        self, image: Image, held: Iterable[str], reply: pb.WriteLoan, attach: _Attach
-    ) -> None:
+    def _grant_writable(self, image: Image, held: Iterable[str], reply: pb.WriteLoan, attach: _Attach) -> None:
         region = image.region
         if not region.in_memory:
-            raise FailedPrecondition(
-                "the version is assembled in a file on disk, which is not granted for writing"
-            )
+            raise FailedPrecondition("the version is assembled in a file on disk, which is not granted for writing")
         _check_lendable()
         reply.memory.key, reply.memory.bytes = region.key, region.capacity
         with self._lock:
@@ -282,9 +279,7 @@ class LaneSession:
             self._service.serving.count_granted(granted.layout.nbytes)
 
     def _begin_read(self, asked: pb.BeginRead, reply: pb.ReadLoan, attach: _Attach) -> None:
-        granted = self._service.serving.grant(
-            asked.model, asked.version, wire.request_from_proto(asked.layout)
-        )
+        granted = self._service.serving.grant(asked.model, asked.version, wire.request_from_proto(asked.layout))
         with self._granting(granted, asked, reply, attach):
             self._service.serving.count_granted(granted.layout.nbytes)
 

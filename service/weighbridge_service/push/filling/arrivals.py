@@ -1,4 +1,7 @@
-"""Arrivals: marks of a version's tensors whose bytes are all in place. Processes read these tensors while others still arrive."""
+"""Arrivals: marks of a version's tensors whose bytes are all in place.
+
+Processes read these tensors while others still arrive.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,24 @@ from weighbridge_storage.memory.regions import PAGE, Region
 
 
 class Arrivals:
-    """Marks in shared memory: one byte for each tensor, and a first byte for whether the marks are valid. For one thread at a time.
+    """Marks in shared memory: one byte for each tensor, and a first byte for whether the marks are valid.
 
-    A mark is set once, after the last byte of its tensor has arrived. As soon as a byte that has arrived might be written again, all marks
-    are revoked for good. So a reader checks the first byte once the version is ready: it shows whether all that it has read is unchanged.
+    For one thread at a time.
 
-    Only whole shards are counted, by tables that are computed once for a plan, because counting holds the lock that pushes need.
+    A mark is set once, after the last byte of its tensor has arrived. As soon as a byte that has arrived might be
+    written again, all marks are revoked for good. So a reader checks the first byte once the version is ready: it shows
+    whether all that it has read is unchanged.
+
+    Only whole shards are counted, by tables that are computed once for a plan, because counting holds the lock that
+    pushes need.
 
     Args:
         transfer: the copies from streams to files.
         streams: names of the streams.
 
     Attributes:
-        region: the memory. Byte 0 is 1 until `revoke`; further bytes belong to the placements of ``transfer.files``, in order.
+        region: the memory. Byte 0 is 1 until `revoke`; further bytes belong to the placements of ``transfer.files``, in
+            order.
     """
 
     def __init__(self, transfer: Transfer, streams: Iterable[str]) -> None:
@@ -39,9 +47,7 @@ class Arrivals:
         self._left = np.array([placement.nbytes for placement in files], np.int64)
         self.region.writable[1 : 1 + count] = self._left == 0
         self._shards = {stream: transfer.shards(stream) for stream in streams}
-        self._counted = {
-            stream: np.zeros(len(shards.starts), bool) for stream, shards in self._shards.items()
-        }
+        self._counted = {stream: np.zeros(len(shards.starts), bool) for stream, shards in self._shards.items()}
 
     @property
     def revoked(self) -> bool:

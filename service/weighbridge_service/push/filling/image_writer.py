@@ -1,7 +1,8 @@
 """Data plane of one push: fills the image from gRPC streams and from processes that were granted the image.
 
-Pieces arrive in any order and on many threads. Each piece is copied once, directly to its final place. While a thread holds the lock, it only
-claims ranges and counts bytes; it does not copy, send or post. The state machine gets coarse events.
+Pieces arrive in any order and on many threads. Each piece is copied once, directly to its final place. While a thread
+holds the lock, it only claims ranges and counts bytes; it does not copy, send or post. The state machine gets coarse
+events.
 """
 
 from __future__ import annotations
@@ -59,12 +60,13 @@ class MemoryGrant:
 class ImageWriter:
     """Writer that fills the image of one version. Thread-safe.
 
-    A file whose bytes have all arrived counts as filled only when other processes can no longer write to it. While memory is granted, may
-    be granted to a further rank, or is in doubt (`Region.may_change`), a process could still change the file. So if memory was ever granted,
-    files count as filled only when the bytes of all files have arrived.
+    A file whose bytes have all arrived counts as filled only when other processes can no longer write to it. While
+    memory is granted, may be granted to a further rank, or is in doubt (`Region.may_change`), a process could still
+    change the file. So if memory was ever granted, files count as filled only when the bytes of all files have arrived.
 
-    Other processes may read tensors earlier, through `arrivals`. Bytes are in place when this writer has copied them, or when a process
-    that was granted the image reports them. Marks are revoked before anything may write to bytes that are in place.
+    Other processes may read tensors earlier, through `arrivals`. Bytes are in place when this writer has copied them,
+    or when a process that was granted the image reports them. Marks are revoked before anything may write to bytes that
+    are in place.
 
     Args:
         name: name of the version, for messages.
@@ -117,9 +119,7 @@ class ImageWriter:
     def begin(self) -> None:
         """Post the events that are due before any byte arrives: files and streams without bytes are complete."""
         with self._lock:
-            events: list[on.Event] = [
-                on.RankWhole(rank) for rank in sorted(self._ranks) if not self._meant[rank].size
-            ]
+            events: list[on.Event] = [on.RankWhole(rank) for rank in sorted(self._ranks) if not self._meant[rank].size]
             events += self._show()
         self._post(events)
 
@@ -151,12 +151,14 @@ class ImageWriter:
         self._take(rank, offset, data, checksum, own=True)
 
     def write_of_other(self, claim: str, rank: int, offset: int, data: memoryview, checksum: int) -> None:
-        """Write a piece of a stream from a rank of another replica. A piece that arrives after the version is complete is ignored.
+        """Write a piece of a stream from a rank of another replica.
+
+        A piece that arrives after the version is complete is ignored.
 
         Raises:
             DataLoss, InvalidArgument: as `write`.
-            FailedPrecondition: the replicas have not agreed on the same plan, the piece belongs to another replica, or the rank has
-                declared at this one.
+            FailedPrecondition: the replicas have not agreed on the same plan, the piece belongs to another replica, or
+                the rank has declared at this one.
             WeighbridgeError: the version has failed; raises the error that ended it.
         """
         # only the sender gets these errors: a wrong call of one process must not end the version
@@ -167,9 +169,7 @@ class ImageWriter:
 
     def _take(self, rank: int, offset: int, data: memoryview, checksum: int, *, own: bool) -> None:
         if rpc.checksum(data) != checksum:
-            raise DataLoss(
-                f"{self._name}, rank {rank}: the piece at byte {offset} does not agree with its checksum"
-            )
+            raise DataLoss(f"{self._name}, rank {rank}: the piece at byte {offset} does not agree with its checksum")
         end, length = offset + len(data), self._lengths[rank]
         if end > length:
             raise InvalidArgument(
@@ -177,7 +177,10 @@ class ImageWriter:
             )
         if not self._meant[rank].covers(offset, end):
             raise FailedPrecondition(
-                f"{self._name}, rank {rank}: bytes {offset} to {end} do not belong to files of the replica {self._home}",
+                (
+                    f"{self._name}, rank {rank}: bytes {offset} to {end} do not belong to files of "
+                    f"the replica {self._home}"
+                ),
                 fix="push each part of the stream to the replica that the response to the declaration names",
             )
         with self._lock:
@@ -266,11 +269,14 @@ class ImageWriter:
                         self._whole.append(file)
                         self._incomplete -= 1
                         whole = True
-        # FilesFilled or MemoryMapped comes before RankWhole, so that the last rank waits until no process can write to the image
+        # FilesFilled or MemoryMapped comes before RankWhole, so that the last rank waits until no process can write to
+        # the image
         return [*self._show(), *events] if whole else events
 
     def _show(self) -> list[on.Event]:
-        """`FilesFilled` with the files that are filled now; `MemoryMapped` if they only wait for a process that may still write to them."""
+        """`FilesFilled` with the files that are filled now; `MemoryMapped` if they only wait for a process that may
+        still write to them.
+        """
         if not self._whole or (self._was_granted and self._incomplete) or any(self._grants.values()):
             return []
         if self._image.region.may_change():
@@ -299,7 +305,9 @@ class ImageWriter:
     # --- before all bytes have arrived
 
     def arrivals(self) -> Arrivals:
-        """Marks of the tensors that are in place. They are updated as bytes arrive, and all readers share them. All files have to be in the image.
+        """Marks of the tensors that are in place. They are updated as bytes arrive, and all readers share them.
+
+        All files have to be in the image.
 
         Raises:
             FailedPrecondition: all bytes have arrived, or bytes that had arrived may be written again.
@@ -321,7 +329,10 @@ class ImageWriter:
             return self._arrivals
 
     def report(self, grant: MemoryGrant, ranges: Sequence[tuple[int, int]]) -> None:
-        """Record ranges that a rank's process has written and does not write again. Does nothing if the grant has ended."""
+        """Record ranges that a rank's process has written and does not write again.
+
+        Does nothing if the grant has ended.
+        """
         rank, granted = grant.rank, grant.prepared.grantable[grant.rank]
         begun: list[on.Event] = []
         with self._lock:
@@ -339,8 +350,8 @@ class ImageWriter:
         """Grant the image to a rank's process, which then writes its stream to it directly.
 
         Raises:
-            FailedPrecondition: all of the stream has arrived, files are filled already and must not change, or none of the rank's bytes
-                belongs to this replica alone.
+            FailedPrecondition: all of the stream has arrived, files are filled already and must not change, or none of
+                the rank's bytes belongs to this replica alone.
             WeighbridgeError: the version has failed; raises the error that ended it.
         """
         with self._lock:
@@ -366,16 +377,17 @@ class ImageWriter:
             self._heard_at = time.monotonic()
         return MemoryGrant(rank, self._image, self._agreed.prepared, hold, self)
 
-    def end_grant(
-        self, grant: MemoryGrant, *, complete: bool, sample: Sequence[tuple[int, int, int]] = ()
-    ) -> int:
-        """End a grant: the rank's process has finished or is gone. If it is gone, the region is already marked as in doubt.
+    def end_grant(self, grant: MemoryGrant, *, complete: bool, sample: Sequence[tuple[int, int, int]] = ()) -> int:
+        """End a grant: the rank's process has finished or is gone.
+
+        If it is gone, the region is already marked as in doubt.
 
         Args:
             grant: the grant.
-            complete: whether the process has written the whole grantable part of its stream; otherwise none of it counts.
-            sample: ranges that it has written, with the checksums of their bytes before the copy. Ranges that are not granted, or too long,
-                are ignored.
+            complete: whether the process has written the whole grantable part of its stream; otherwise none of it
+                counts.
+            sample: ranges that it has written, with the checksums of their bytes before the copy. Ranges that are not
+                granted, or too long, are ignored.
 
         Returns:
             Number of bytes that the process has written; 0 if not complete.
@@ -445,10 +457,7 @@ class ImageWriter:
             return [
                 f"{stream.tensors[p.shard.tensor]}: box {p.shard.box} of rank {rank}"
                 for p in stream.placements
-                if not all(
-                    received.covers(start, stop)
-                    for start, stop in meant.within(p.offset, p.offset + p.nbytes)
-                )
+                if not all(received.covers(start, stop) for start, stop in meant.within(p.offset, p.offset + p.nbytes))
             ]
 
     def missing_of_all(self) -> list[str]:

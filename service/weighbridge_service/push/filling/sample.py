@@ -1,8 +1,8 @@
 """Sample of the pieces that ranks have sent. The service compares it with the image when all pieces have arrived.
 
-A checksum proves that a piece has arrived as it was sent. A rank that writes to shared memory itself computes checksums before it writes,
-and sends those. The sample proves that a piece is undamaged and lies where the plan places it: the comparison collects the same bytes from the
-image by the inverse of the copies that placed them.
+A checksum proves that a piece has arrived as it was sent. A rank that writes to shared memory itself computes checksums
+before it writes, and sends those. The sample proves that a piece is undamaged and lies where the plan places it: the
+comparison collects the same bytes from the image by the inverse of the copies that placed them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Sample:
             found = transfer.collect(piece.start, piece.stop, files, str(piece.rank))
             if found is not None and rpc.checksum(found.data) != piece.checksum:
                 raise DataLoss(
-                    f"{name} was damaged in memory: bytes {piece.start} to {piece.stop} of the stream of rank {piece.rank} "
+                    f"{name} was damaged in memory: bytes {piece.start} to {piece.stop} of the "
+                    f"stream of rank {piece.rank} "
                     "are not what the rank has sent",
                     fix="push the step again; if that happens again, test this machine's memory",
                 )

@@ -1,6 +1,7 @@
 """State machine of one push: values and pure functions. No clock, no lock, no I/O.
 
-May import: `catalog.holding`, `plan`, and the values and errors of `weighbridge_storage` and `weighbridge`; nothing else of `push`.
+May import: `catalog.holding`, `plan`, and the values and errors of `weighbridge_storage` and `weighbridge`; nothing
+else of `push`.
 
 - `transitions`: the step function: an event in, the next state and effects out.
 - `wanted`: effects that a state needs, and the earliest time of each.

@@ -1,4 +1,6 @@
-"""Answers of a push to its callers: each function returns an answer, raises a refusal, or returns None while there is no answer yet."""
+"""Answers of a push to its callers: each function returns an answer, raises a refusal, or returns None while there is
+no answer yet.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,17 @@ def sealed(state: PushState) -> FailedPrecondition:
 
 
 def pushed_already(version: str, step: int, run: str) -> FailedPrecondition:
-    """Refusal to push more to a complete version. A process pushes a step of a run once. Another process may push the step as a new version."""
+    """Refusal to push more to a complete version. A process pushes a step of a run once.
+
+    Another process may push the step as a new version.
+    """
     of_run = f" of run {run}" if run else ""
     return FailedPrecondition(
         f"step {step}{of_run} has been pushed already, as {version}, which is complete",
-        fix="push a different step, or name a different run; a restarted process may push this step again, as a new version",
+        fix=(
+            "push a different step, or name a different run; a restarted process may push this "
+            "step again, as a new version"
+        ),
     )
 
 
@@ -87,7 +95,9 @@ def answer_whole(state: PushState, rank: int, client_id: str) -> bool | None:
 
 
 def answer_seal(state: PushState, rank: int) -> bool | None:
-    """True once a rank is sealed. If no other replica receives the version, the rank that completes it waits until it is ready.
+    """True once a rank is sealed.
+
+    If no other replica receives the version, the rank that completes it waits until it is ready.
 
     Raises:
         WeighbridgeError: the version has failed; raises the error that ended it.
@@ -102,7 +112,10 @@ def answer_seal(state: PushState, rank: int) -> bool | None:
 
 
 def answer_abort(state: PushState) -> bool | None:
-    """True once a version is given up. Raises FailedPrecondition if it is visible, and nothing keeps it from becoming durable."""
+    """True once a version is given up.
+
+    Raises FailedPrecondition if it is visible, and nothing keeps it from becoming durable.
+    """
     if state.phase in (Phase.FAILED, Phase.ABORTED) or state.gave_up:
         return True
     if state.phase in INCOMPLETE or state.may_be_dropped or state.settling is not None:
@@ -111,7 +124,9 @@ def answer_abort(state: PushState) -> bool | None:
 
 
 def check_absent(state: PushState, rank: int) -> None:
-    """Raise AlreadyExists if the refused rank has declared a layout: then the caller is another process with the same rank, or late."""
+    """Raise AlreadyExists if the refused rank has declared a layout: then the caller is another process with the same
+    rank, or late.
+    """
     if rank in state.declarations.here:
         raise AlreadyExists(
             f"rank {rank} of {state.name} takes part already", fix="give each process a rank of its own"
@@ -119,7 +134,9 @@ def check_absent(state: PushState, rank: int) -> None:
 
 
 def check_owned(state: PushState, claim: str) -> None:
-    """Raise AlreadyExists unless this replica owns the version under the claim under which another replica hands it over."""
+    """Raise AlreadyExists unless this replica owns the version under the claim under which another replica hands it
+    over.
+    """
     agreed = state.agreed
     owned = state.phase in VISIBLE or state.phase is Phase.PUBLISHED
     if agreed is not None and not agreed.alone:  # other replicas may be ready before this one
@@ -138,7 +155,8 @@ class Declared:
         stream_bytes: length of the stream.
         retry_after_ms: if above 0, there is no answer yet: retry after this many milliseconds.
         absent: ranks that have not declared, if there is no answer yet.
-        routes: byte ranges of the stream to push to each replica, by the replica's address. The address of this replica is an empty string. There
+        routes: byte ranges of the stream to push to each replica, by the replica's address. The address of this replica
+            is an empty string. There
                 are no entries if the rank pushes all of the stream to this replica.
         claim: the agreement of the replicas, if there are several.
         shared: indexes of the shards whose boxes other ranks also hold, in a tensor space that does not mark replicas.

@@ -1,7 +1,7 @@
 """Effects of a push: actions that the session carries out for the state machine.
 
-Exactly one event answers an awaited effect, and the effect is not started again before that. `EffectFailed` can answer any of them. A release
-frees a resource, and is not answered.
+Exactly one event answers an awaited effect, and the effect is not started again before that. `EffectFailed` can answer
+any of them. A release frees a resource, and is not answered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from weighbridge_service.plan.declarations import Home, KnownSet
 
 
 class Pool(StrEnum):
-    """Thread pools, one for each kind of effect. Calls of the store have several, so that a call which hangs blocks only its own kind."""
+    """Thread pools, one for each kind of effect.
+
+    Calls of the store have several, so that a call which hangs blocks only its own kind.
+    """
 
     PLAN = "plan"
     IMAGE = "image"
@@ -75,7 +78,10 @@ class AcquireImage(Awaited):
 
 @dataclass(frozen=True, slots=True)
 class Claim(Awaited):
-    """Record the agreement in head.json. Only replicas under this agreement may write the version's folder. `Claimed`."""
+    """Record the agreement in head.json. Only replicas under this agreement may write the version's folder.
+
+    `Claimed`.
+    """
 
     WORDS = "its claim in head.json"
     POOL = Pool.LEASE
@@ -217,7 +223,10 @@ class WriteManifestAndPublish(Awaited):
 
 @dataclass(frozen=True, slots=True)
 class HandOver(Awaited):
-    """Hand the version, or this replica's share of it, over to another replica, which reads all files from the image. `HandedOver`."""
+    """Hand the version, or this replica's share of it, over to another replica, which reads all files from the image.
+
+    `HandedOver`.
+    """
 
     POOL = Pool.HANDOVER
     SPAN = "hand_over"

@@ -39,7 +39,10 @@ Transition = tuple[PushState, tuple[Effect, ...]]
 
 
 def publish(state: PushState, entry: VersionEntry) -> Transition:
-    """End as published, by this replica or another one. The state gets its values from history, so that all replicas report the same values."""
+    """End as published, by this replica or another one.
+
+    The state gets its values from history, so that all replicas report the same values.
+    """
     effects: list[Effect] = []
     if state.phase in (Phase.PLANNED, Phase.FILLING):
         effects.append(do.CloseWriter(None))
@@ -94,7 +97,10 @@ def _stop(state: PushState, phase: Phase, error: WeighbridgeError) -> Transition
 
 
 def settle(state: PushState, error: WeighbridgeError) -> Transition:
-    """Make no further attempt to publish. If an earlier attempt, or another replica's, may have succeeded, read head.json first."""
+    """Make no further attempt to publish.
+
+    If an earlier attempt, or another replica's, may have succeeded, read head.json first.
+    """
     share = state.share
     if state.publishing or (share is not None and not share.alone):
         return replace(state, settling=error), ()
@@ -112,7 +118,9 @@ def _conclude(state: PushState, error: WeighbridgeError) -> Transition:
 
 
 def _not_found_out(state: PushState, error: WeighbridgeError, now: Moment) -> Transition:
-    """Conclude that the failed publication did not take effect, as far as head.json shows: hand the version over, or give it up."""
+    """Conclude that the failed publication did not take effect, as far as head.json shows: hand the version over, or
+    give it up.
+    """
     if state.may_be_handed_over:
         return replace(state, settling=None, hand_over_at=min(state.hand_over_at, now.seconds)), ()
     return _conclude(state, error)
@@ -171,9 +179,7 @@ def head_said(state: PushState, said: on.HeadSaid, now: Moment) -> Transition:
     if said.verdict is on.Verdict.PUBLISHED:
         if agreed is not None and said.entry is not None and said.claim == agreed.claim:
             return publish(state, said.entry)
-        return _leave(
-            state, AlreadyExists(f"{state.name} was published by other replicas", fix="push the step again")
-        )
+        return _leave(state, AlreadyExists(f"{state.name} was published by other replicas", fix="push the step again"))
     if said.verdict is on.Verdict.ABORTED and state.phase in INCOMPLETE:
         return end(state, Phase.ABORTED, VersionFailed(said.reason, fix="push the step again"))
     if said.verdict in (on.Verdict.GIVEN_UP, on.Verdict.ABORTED):
@@ -183,11 +189,7 @@ def head_said(state: PushState, said: on.HeadSaid, now: Moment) -> Transition:
             state,
             AlreadyExists(f"{state.name} is being written by other replicas", fix="push the step again"),
         )
-    if (
-        said.opened is not None
-        and agreed is None
-        and is_alone_elsewhere(said.opened, state.declarations.home)
-    ):
+    if said.opened is not None and agreed is None and is_alone_elsewhere(said.opened, state.declarations.home):
         # the ranks at that replica do not wait for those that have declared at this one
         return _leave(state, ReceivedElsewhere.of(said.opened))
     if said.opened is not None:
@@ -214,13 +216,19 @@ def timed_out(state: PushState, missing: tuple[str, ...], now: Moment) -> Transi
         who = undeclared or silent
         missed = "declared a layout" if undeclared else "pushed everything"
         message += f", and {ranks_have(who)} not {missed}"
-        fix = f"find out what happened to {ranks_text(who)}: a process may have been killed, or a push may have failed; then {fix}"
+        fix = (
+            f"find out what happened to {ranks_text(who)}: a process may have been killed, or a "
+            f"push may have failed; then {fix}"
+        )
     error = VersionFailed(message, details=missing, fix=fix)
     return end(state, Phase.FAILED, error)
 
 
 def still_mapped(state: PushState, now: Moment) -> Transition:
-    """Wait for a process that can still write to the image. If a rank waits to be sealed, give the version up after `Limits.unmap_wait`."""
+    """Wait for a process that can still write to the image.
+
+    If a rank waits to be sealed, give the version up after `Limits.unmap_wait`.
+    """
     if state.memory_mapped_at is None:
         return state, ()
     asked_at = max(state.memory_mapped_at, state.sealing_at)
@@ -228,8 +236,14 @@ def still_mapped(state: PushState, now: Moment) -> Transition:
         return state.paused(do.ProbeMemory(), now.seconds + _UNMAP_PAUSE), ()
     if state.seal_asked - state.sealed:
         error = VersionFailed(
-            f"{state.name} was given up: a process can still write to its memory, and has not confirmed that it has finished",
-            fix="end the process that lost its connection in the middle of a push, or let it close its client; push the step again",
+            (
+                f"{state.name} was given up: a process can still write to its memory, and has not "
+                "confirmed that it has finished"
+            ),
+            fix=(
+                "end the process that lost its connection in the middle of a push, or let it "
+                "close its client; push the step again"
+            ),
         )
         return end(state, Phase.FAILED, error)
     return state.paused(do.ProbeMemory(), now.seconds + LOOK), (do.RecallMemory(),)

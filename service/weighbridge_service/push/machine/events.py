@@ -19,7 +19,7 @@ class Event:
     """Input of the state machine."""
 
 
-# --- from ranks, through handlers and the data plane ---------------------------------------------------------------------
+# --- from ranks, through handlers and the data plane ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,9 @@ class SealAsked(Event):
 
 @dataclass(frozen=True, slots=True)
 class Described(Event):
-    """A further rank has opened the version and added metadata or flags; ``entry`` is the version's entry in head.json now."""
+    """A further rank has opened the version and added metadata or flags; ``entry`` is the version's entry in head.json
+    now.
+    """
 
     entry: OpenEntry
 
@@ -96,7 +98,7 @@ class Aborted(Event):
     reason: str
 
 
-# --- from other replicas -------------------------------------------------------------------------------------------------
+# --- from other replicas ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,8 @@ class ReplicasTold(Event):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSaid(Event):
-    """Another replica reports that its part is complete: all bytes of its files are in its image, and its ranks are sealed.
+    """Another replica reports that its part is complete: all bytes of its files are in its image, and its ranks are
+    sealed.
 
     Attributes:
         replica: its number.
@@ -179,7 +182,7 @@ class ReplicasHandedIn(Event):
     nonfinite: Mapping[int, int] = field(default_factory=dict, hash=False)
 
 
-# --- answers to effects --------------------------------------------------------------------------------------------------
+# --- answers to effects -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +290,8 @@ class HeadSaid(Event):
     Attributes:
         effect: the effect that has read it.
         verdict: the state.
-        claim: the agreement under which the version is published, or is being written; empty if no replica has claimed it.
+        claim: the agreement under which the version is published, or is being written; empty if no replica has claimed
+            it.
         reason: reason for which a version was given up.
         entry: entry of a published version in history.
         opened: entry of an open version in the head.
@@ -314,7 +318,7 @@ class LeftToOthers(Event):
     """The version stays open although this replica gives it up: other replicas have claimed it."""
 
 
-# --- from the process ----------------------------------------------------------------------------------------------------
+# --- from the process -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +336,8 @@ class Tick(Event):
 
 @dataclass(frozen=True, slots=True)
 class HandedOver(Event):
-    """Another replica has all bytes that this one has, and owns the version, or this replica's share of it, from now on.
+    """Another replica has all bytes that this one has, and owns the version, or this replica's share of it, from now
+    on.
 
     Attributes:
         to: that replica.
@@ -373,7 +378,8 @@ class Draining(Event):
 
     Attributes:
         successors: replicas that may take the version over, in the order in which they are asked.
-        hand_over_at: latest time at which they are asked, if the version is not durable by then; seconds of the monotonic clock.
+        hand_over_at: latest time at which they are asked, if the version is not durable by then; seconds of the
+            monotonic clock.
         until: when the service ends; seconds of the monotonic clock.
     """
 

@@ -52,7 +52,8 @@ class OpeningRequest(Asked):
         changed, entry = open_version(head, self, now_ms)
         alone = alone_at(entry)
         if alone == self.home.address and entry.number not in self.receiving:
-            # this process does not know the version: an earlier process at the same address died with the received bytes
+            # this process does not know the version: an earlier process at the same address died with the received
+            # bytes
             head = give_up_version(head, entry.number, "the replica that received it was restarted", now_ms)
             changed, entry = open_version(head, self, now_ms)
         if alone not in self.reached:
@@ -67,9 +68,7 @@ class ReceivedElsewhere(AlreadyExists):
         address: address of that replica.
     """
 
-    def __init__(
-        self, message: str, *, fix: str = "", details: Sequence[str] = (), address: str = ""
-    ) -> None:
+    def __init__(self, message: str, *, fix: str = "", details: Sequence[str] = (), address: str = "") -> None:
         super().__init__(message, fix=fix, details=details)
         self.address = address
 

@@ -20,7 +20,9 @@ class Phase(enum.Enum):
     READY = "ready"
     """All bytes of all files are in images of live replicas, and the version was not given up meanwhile."""
     VERIFIED = "verified"
-    """The digests of all files were computed from the images, and a sample of the received pieces agrees with the images."""
+    """The digests of all files were computed from the images, and a sample of the received pieces agrees with the
+    images.
+    """
     PUBLISHED = "published"
     """Part of history."""
     HANDED_OVER = "handed over"
@@ -41,8 +43,8 @@ TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
     Phase.FAILED: frozenset(),
     Phase.ABORTED: frozenset(),
 }
-"""All transitions. PUBLISHED follows earlier phases when another replica has published, which it does only after every owner of files has
-digested, compared, uploaded and handed in its own."""
+"""All transitions. PUBLISHED follows earlier phases when another replica has published, which it does only after every
+owner of files has digested, compared, uploaded and handed in its own."""
 INCOMPLETE = frozenset((Phase.OPEN, Phase.PLANNED, Phase.FILLING, Phase.SEALED))
 BEFORE_SEALED = INCOMPLETE - {Phase.SEALED}
 VISIBLE = frozenset((Phase.READY, Phase.VERIFIED))

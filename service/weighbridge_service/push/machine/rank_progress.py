@@ -1,4 +1,6 @@
-"""Progress of one push, computed from its state: of the push, of each of its ranks, and the time at which it times out. Pure."""
+"""Progress of one push, computed from its state: of the push, of each of its ranks, and the time at which it times out.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +59,7 @@ def progress_of(state: PushState, received: Mapping[int, Received], now: Moment)
         length = streams[rank].nbytes if rank in streams else 0
         there = received.get(rank, Received(length if rank in state.sealed else 0, length))
         elsewhere = (
-            rank not in share.ranks
-            if share is not None
-            else rank in declared.keys() - state.declarations.here.keys()
+            rank not in share.ranks if share is not None else rank in declared.keys() - state.declarations.here.keys()
         )
         return RankProgress(
             rank,
@@ -81,5 +81,7 @@ def progress_of(state: PushState, received: Mapping[int, Received], now: Moment)
 
 
 def _unix_ms(seconds: float, now: Moment) -> int:
-    """Unix time at which the monotonic clock reads ``seconds``, rounded to 1 s, so that repeated conversions give the same value."""
+    """Unix time at which the monotonic clock reads ``seconds``, rounded to 1 s, so that repeated conversions give the
+    same value.
+    """
     return round(now.unix_ms / 1000 + seconds - now.seconds) * 1000

@@ -72,7 +72,9 @@ def waits_for(state: PushState) -> Iterator[str]:
 
 
 def silent_ranks(state: PushState) -> list[int]:
-    """Ranks that a push waits for, as far as this replica knows: those that have not declared; after the plan, those not sealed."""
+    """Ranks that a push waits for, as far as this replica knows: those that have not declared; after the plan, those
+    not sealed.
+    """
     if state.agreed is None:
         return sorted(state.declarations.absent)
     return [] if state.share is None else sorted(state.share.ranks - state.sealed)

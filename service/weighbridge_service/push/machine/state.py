@@ -30,7 +30,8 @@ class Limits:
         receive_timeout: seconds without activity of any rank after which the push is given up.
         opening_wait: seconds that a call waits for its turn to open a version.
         image_wait: seconds that the push waits for an image.
-        unmap_wait: seconds within which processes have to unmap memory on request while a rank waits; it takes them milliseconds.
+        unmap_wait: seconds within which processes have to unmap memory on request while a rank waits; it takes them
+            milliseconds.
         lease: seconds that the version stays open in head.json unless the lease is renewed.
         spreading: whether ranks may push to other replicas, too.
         sha256: whether the digests of its files include SHA-256.
@@ -77,8 +78,8 @@ class PushState:
         image_by: when the push stops waiting for an image.
         share: this replica's part, once there is an agreement.
         image: whether there is an image.
-        whole, seal_asked, sealed: ranks of this replica whose bytes for it have all arrived, that have asked to be sealed, and that are
-            sealed.
+        whole, seal_asked, sealed: ranks of this replica whose bytes for it have all arrived, that have asked to be
+            sealed, and that are sealed.
         sealing_at: when a rank last asked to be sealed.
         declared_ms, sealed_ms: when each rank of this replica declared and was sealed.
         filled, digested, uploaded: files of this replica that are complete, have digests, and are in the store.
@@ -86,7 +87,8 @@ class PushState:
         perhaps_unchanged: files that may equal the parent version's, and are uploaded only once they have digests.
         compared: whether the sample agrees.
         holding: reasons for which ``live`` skips the version, if any.
-        memory_mapped_at: when all bytes had arrived while another process could still write to the image; None if none can.
+        memory_mapped_at: when all bytes had arrived while another process could still write to the image; None if none
+            can.
         claimed: whether head.json records the agreement.
         told: ranks whose declarations were sent to other replicas.
         complete_at: other replicas whose part is complete.
@@ -286,7 +288,10 @@ class PushState:
 
     @property
     def others_complete(self) -> bool:
-        """Whether every other replica has all bytes of its files, and its ranks are sealed. They may have counted NaNs, so the version may be held."""
+        """Whether every other replica has all bytes of its files, and its ranks are sealed.
+
+        They may have counted NaNs, so the version may be held.
+        """
         share, agreed = self.share, self.agreed
         if share is None or agreed is None:
             return False
@@ -326,7 +331,10 @@ class PushState:
 
     @property
     def may_be_dropped(self) -> bool:
-        """Whether the version is visible but cannot be made durable. If so, a caller may abort it, or a newer version may get its memory."""
+        """Whether the version is visible but cannot be made durable.
+
+        If so, a caller may abort it, or a newer version may get its memory.
+        """
         return self.phase in VISIBLE and bool(self.failures) and not self.gave_up
 
     @property
@@ -365,7 +373,9 @@ class PushState:
         return replace(self, not_before={e: at for e, at in self.not_before.items() if e != effect})
 
     def described(self, entry: OpenEntry) -> PushState:
-        """Copy with the metadata, reasons for holding and dtypes of the version's entry in head.json, which may change while it is open."""
+        """Copy with the metadata, reasons for holding and dtypes of the version's entry in head.json, which may change
+        while it is open.
+        """
         opened, holding = replace(self.opened, metadata=entry.metadata), self.holding.with_entry(entry)
         if (opened, holding, entry.cast_from) == (self.opened, self.holding, self.cast_from):
             return self

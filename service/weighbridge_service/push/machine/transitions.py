@@ -1,8 +1,8 @@
 """State machine of one push: `step` takes a state and an event, and returns the next state and effects.
 
-Pure: no clock, no lock, no I/O. `step` applies the event to the state, makes every transition that has become possible, and then starts the
-effects that the new state wants (`wanted`) and that are not running. So the rule that starts an effect also retries it after a failure or a
-lost answer, and the push can continue after events in any order.
+Pure: no clock, no lock, no I/O. `step` applies the event to the state, makes every transition that has become possible,
+and then starts the effects that the new state wants (`wanted`) and that are not running. So the rule that starts an
+effect also retries it after a failure or a lost answer, and the push can continue after events in any order.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def step(state: PushState, event: on.Event, now: Moment) -> Transition:
 
 
 def _told_to_replicas(state: PushState) -> tuple[Phase | None, bool, int] | None:
-    """Progress of this replica's part that other replicas of the push receive: whether it is complete, ended, or handed in, and how many
-    elements this replica knows to be NaN or infinite. None if no other replica takes part."""
+    """Progress of this replica's part that other replicas of the push receive: whether it is complete, ended, or handed
+    in, and how many elements this replica knows to be NaN or infinite. None if no other replica takes part."""
     if state.share is None or state.share.alone:
         return None
     stage = None if state.phase in BEFORE_SEALED else Phase.SEALED
@@ -140,9 +140,7 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
             return replace(state, whole=state.whole | {rank})
         case on.SealAsked(rank, nonfinite) if state.share is not None and rank in state.share.ranks:
             asked, holding = state.seal_asked | {rank}, state.holding.with_counted(rank, nonfinite)
-            return replace(
-                state, seal_asked=asked, sealing_at=now.seconds, heard_at=now.seconds, holding=holding
-            )
+            return replace(state, seal_asked=asked, sealing_at=now.seconds, heard_at=now.seconds, holding=holding)
         case on.Described(entry):
             return state.described(entry)
         case on.Approved(reasons):
@@ -154,9 +152,7 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
         case on.Renewed():
             return replace(state, renew_at=now.seconds + state.limits.lease / 2)
         case on.Digested(file, nonfinite):
-            return replace(
-                state, digested=state.digested | {file}, holding=state.holding.with_found(nonfinite)
-            )
+            return replace(state, digested=state.digested | {file}, holding=state.holding.with_found(nonfinite))
         case on.Uploaded(file):
             return replace(state, uploaded=state.uploaded | {file})
         case on.PerhapsUnchanged(file):
@@ -167,9 +163,7 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
             return replace(state, compared=True)
         case on.ReplicasTold(ranks):
             return replace(state, told=state.told | ranks)
-        case on.ReplicaSaid(replica, handed_in, nonfinite) if (
-            state.share is not None and replica != state.share.me
-        ):
+        case on.ReplicaSaid(replica, handed_in, nonfinite) if state.share is not None and replica != state.share.me:
             state = replace(state, holding=state.holding.with_elsewhere(replica, nonfinite))
             return _complete_elsewhere(state, frozenset((replica,)), handed_in=handed_in)
         case on.SaidPublished():
@@ -180,9 +174,7 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
             holding = state.holding
             for replica in nonfinite.keys() - {state.share.me}:
                 holding = holding.with_elsewhere(replica, nonfinite[replica])
-            state = replace(
-                state, handed_in=state.handed_in | (replicas & state.share.owners), holding=holding
-            )
+            state = replace(state, handed_in=state.handed_in | (replicas & state.share.owners), holding=holding)
             state = _complete_elsewhere(state, state.handed_in, handed_in=True)
             if state.all_handed_in:
                 return state
@@ -197,9 +189,7 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
                 state,
                 hurrying=True,
                 successors=tuple(
-                    each
-                    for each in dict.fromkeys((*taking_part, *successors))
-                    if each != state.declarations.home
+                    each for each in dict.fromkeys((*taking_part, *successors)) if each != state.declarations.home
                 ),
                 hand_over_at=now.seconds if state.gave_up else hand_over_at,
                 until=until,

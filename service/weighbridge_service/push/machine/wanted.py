@@ -1,4 +1,7 @@
-"""Effects that a push needs in a state, and the earliest time of each. A failed effect, or one whose answer was lost, is wanted again."""
+"""Effects that a push needs in a state, and the earliest time of each.
+
+A failed effect, or one whose answer was lost, is wanted again.
+"""
 
 from __future__ import annotations
 

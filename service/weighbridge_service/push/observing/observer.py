@@ -1,4 +1,6 @@
-"""Observer of one push: reports the duration of each phase, the effects carried out and the outcome to metrics and traces."""
+"""Observer of one push: reports the duration of each phase, the effects carried out and the outcome to metrics and
+traces.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class PushFigures(Protocol):
 
 
 class PushObserver:
-    """Observer of the steps and effects of a push. The session calls `stepped` once at a time, and `carrying_out` from any thread.
+    """Observer of the steps and effects of a push.
+
+    The session calls `stepped` once at a time, and `carrying_out` from any thread.
 
     Args:
         figures: metrics of all pushes.

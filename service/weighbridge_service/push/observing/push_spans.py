@@ -26,7 +26,9 @@ _OUTER = {"allocate": "receive", "ready": "receive", "verify": "durable"}
 
 
 class PushSpans:
-    """Spans of a push in the trace of its version; none if the version has no trace. The session calls `stepped` once at a time.
+    """Spans of a push in the trace of its version; none if the version has no trace.
+
+    The session calls `stepped` once at a time.
 
     Args:
         state: state in which this replica begins or takes over the push.
@@ -58,9 +60,7 @@ class PushSpans:
     @property
     def _period(self) -> Span | None:
         """The span that contains the spans of effects now; None if there is none."""
-        return next(
-            (self._open[name] for name in ("ready", "receive", "durable") if name in self._open), None
-        )
+        return next((self._open[name] for name in ("ready", "receive", "durable") if name in self._open), None)
 
     def _enter(self, phase: Phase, state: PushState) -> None:
         """End the spans that do not cover a phase, and begin those that do."""

@@ -38,7 +38,8 @@ class ObjectState:
         size: in bytes.
         etag: opaque; includes the quotes that the server puts around it.
         write_id: id of the write that created it; empty if Weighbridge did not write it.
-        modified_ms: time at which it was written, by the server's clock, in milliseconds since 1970 UTC; a whole number of seconds.
+        modified_ms: time at which it was written, by the server's clock, in milliseconds since 1970 UTC; a whole number
+            of seconds.
     """
 
     size: int
@@ -80,12 +81,13 @@ class Unfinished:
 class S3Client:
     """Requests to one bucket. Objects are identified by their full names in the bucket. Thread-safe.
 
-    boto3 finds the credentials in its usual places: environment variables, profiles and roles. It also finds the endpoint and the region
-    there if the settings do not contain them.
+    boto3 finds the credentials in its usual places: environment variables, profiles and roles. It also finds the
+    endpoint and the region there if the settings do not contain them.
 
     Args:
         settings: the bucket, the server and the limits.
-        session: session of another client, to share its credentials and the 13 MB description of S3; None for a new session.
+        session: session of another client, to share its credentials and the 13 MB description of S3; None for a new
+            session.
     """
 
     def __init__(self, settings: S3Settings, session: boto3.session.Session | None = None) -> None:
@@ -94,17 +96,15 @@ class S3Client:
         # boto3 ignores AWS_REGION, which the other SDKs and many containers use
         region = settings.region or os.environ.get("AWS_REGION") or session.region_name or _DEFAULT_REGION
 
-        def make(
-            endpoint: str | None = settings.endpoint, proxies: dict[str, str] | None = None, **s3: object
-        ) -> Any:
+        def make(endpoint: str | None = settings.endpoint, proxies: dict[str, str] | None = None, **s3: object) -> Any:
             config = _config(settings, s3).merge(Config(proxies=proxies))
             return session.client("s3", region_name=region, endpoint_url=endpoint, config=config)
 
         # without TLS, a proxy from the environment could read the weights
         self._s3 = make(proxies={})
         if self._s3.meta.endpoint_url.startswith("https:"):
-            # Our checksum is in a signed header, and TLS protects the bytes. Also hashing them with SHA-256 would cost more than everything
-            # else.
+            # Our checksum is in a signed header, and TLS protects the bytes. Also hashing them with SHA-256 would cost
+            # more than everything else.
             self._s3 = make(payload_signing_enabled=False)
         self._signer = make(settings.public_endpoint) if settings.public_endpoint else self._s3
         self._bucket = settings.bucket
@@ -126,7 +126,10 @@ class S3Client:
         )
 
     def get(self, name: str) -> dict[str, Any]:
-        """An object. ``Body`` is a stream that compares the bytes with the server's checksum, if the server sends one."""
+        """An object.
+
+        ``Body`` is a stream that compares the bytes with the server's checksum, if the server sends one.
+        """
         return dict(self._s3.get_object(Bucket=self._bucket, Key=name, ChecksumMode="ENABLED"))
 
     def get_range(self, name: str, start: int, length: int, etag: str | None) -> dict[str, Any]:

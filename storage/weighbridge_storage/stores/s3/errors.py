@@ -47,13 +47,19 @@ _NO_ROOM = {
     "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded",
 }  # fmt: skip
 _CREDENTIALS = {
-    "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired",
-}  # fmt: skip
+    "AccessDenied",
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "SignatureDoesNotMatch",
+    "TokenRefreshRequired",
+}
 _WRONG_PLACE = {
     "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect", "TemporaryRedirect",
 }  # fmt: skip
 _GRANT = (
-    "let these credentials do s3:GetObject, s3:PutObject, s3:DeleteObject, s3:AbortMultipartUpload and s3:ListMultipartUploadParts on the "
+    "let these credentials do s3:GetObject, s3:PutObject, s3:DeleteObject, "
+    "s3:AbortMultipartUpload and s3:ListMultipartUploadParts on the "
     "store's objects, and s3:ListBucket and s3:ListBucketMultipartUploads on its bucket"
 )
 _LATER = {"RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
@@ -74,7 +80,9 @@ def code_of(error: Exception) -> str:
 
 
 def was_retried(error: Exception) -> bool:
-    """Whether the response belongs to a retry: an earlier attempt may have been carried out although its response was lost."""
+    """Whether the response belongs to a retry: an earlier attempt may have been carried out although its response was
+    lost.
+    """
     if not isinstance(error, ClientError):
         return False
     return bool(error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0))
@@ -86,7 +94,9 @@ def is_missing(error: Exception) -> bool:
 
 
 def is_unanswered(error: Exception) -> bool:
-    """Whether the server may still carry out the request: it did not respond, its response was unreadable, or it reported a server error."""
+    """Whether the server may still carry out the request: it did not respond, its response was unreadable, or it
+    reported a server error.
+    """
     status = status_of(error)
     return isinstance(error, _NO_ANSWER) or status >= 500 or status in (408, 429) or code_of(error) in _LATER
 
@@ -114,9 +124,7 @@ def s3_error(error: Exception, what: str) -> WeighbridgeError:
     if status in (409, 412):
         return Conflict(f"{what} failed: another writer changed it first", fix="read it again, then decide")
     if code in _DAMAGED or isinstance(error, FlexibleChecksumError):
-        return DataLoss(
-            f"{what} failed: the bytes were corrupted in transit", fix="try again; check the network"
-        )
+        return DataLoss(f"{what} failed: the bytes were corrupted in transit", fix="try again; check the network")
     if status == 507 or code in _NO_ROOM:
         return ResourceExhausted(failed, fix="make room in the store, or raise its quota, then try again")
     if isinstance(error, _NO_CREDENTIALS):

@@ -15,8 +15,8 @@ from weighbridge_storage.stores.s3.settings import LARGEST_PART, MOST_PARTS
 T = TypeVar("T")
 
 _GROWTH = 1500
-"""A stream's part holds at least this fraction of the bytes before it. 10,000 parts that begin with 16 MiB then hold 6.6 TiB,
-more than S3's largest object. Up to 23 GiB all parts have one size, which some servers require."""
+"""A stream's part holds at least this fraction of the bytes before it. 10,000 parts that begin with 16 MiB then hold
+6.6 TiB, more than S3's largest object. Up to 23 GiB all parts have one size, which some servers require."""
 
 
 def size_of(data: object) -> int | None:
@@ -40,8 +40,8 @@ def part_size(sent: int, total: int | None, smallest: int) -> int:
 
 
 class PartsBudget:
-    """A number of bytes that threads share. A request for more bytes than are left waits. A request for more than the total waits until no
-    other thread holds any.
+    """A number of bytes that threads share. A request for more bytes than are left waits. A request for more than the
+    total waits until no other thread holds any.
     """
 
     def __init__(self, nbytes: int) -> None:

@@ -1,7 +1,7 @@
 """Reads from S3. They verify that all requested bytes arrive and belong to one object.
 
-botocore retries a request, but not the body of a response. This module requests a body again if it is cut short or does not match the
-server's checksum.
+botocore retries a request, but not the body of a response. This module requests a body again if it is cut short or does
+not match the server's checksum.
 """
 
 from __future__ import annotations

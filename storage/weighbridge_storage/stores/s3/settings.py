@@ -33,16 +33,19 @@ class S3Settings:
         prefix: prefix of all keys in the bucket; empty, or ends with a slash.
         endpoint: URL of the server; None for AWS, or the value of ``AWS_ENDPOINT_URL``.
         region: region to sign for; None for the region from the environment.
-        addressing: whether the bucket is part of the path or of the host name; ``auto`` uses the path on a custom endpoint.
+        addressing: whether the bucket is part of the path or of the host name; ``auto`` uses the path on a custom
+            endpoint.
         public_endpoint: URL under which clients reach the server, for presigned URLs; None for ``endpoint``.
-        part_bytes: size of a part of an upload, in bytes; parts are larger if the upload would otherwise have more than `MOST_PARTS`.
-        memory_bytes: maximum bytes of parts that all threads together hold for uploads at a time. A single part may be larger.
+        part_bytes: size of a part of an upload, in bytes; parts are larger if the upload would otherwise have more than
+            `MOST_PARTS`.
+        memory_bytes: maximum bytes of parts that all threads together hold for uploads at a time. A single part may be
+            larger.
         single_copy_bytes: larger objects are copied in parts.
         page: maximum number of names that one request of a listing asks for.
         parallel: maximum number of parts of uploads and pieces of streams that all calls together transfer at a time.
         attempts: maximum number of attempts of a request.
-        connect_timeout_s: seconds to wait for a connection, and for the server to accept more bytes of a request. urllib3 has one timeout
-            for both.
+        connect_timeout_s: seconds to wait for a connection, and for the server to accept more bytes of a request.
+            urllib3 has one timeout for both.
         read_timeout_s: seconds to wait for the next bytes of a response.
 
     Raises:
@@ -66,9 +69,7 @@ class S3Settings:
 
     def __post_init__(self) -> None:
         if not self.bucket or "/" in self.bucket or not self.bucket.isprintable():
-            raise InvalidArgument(
-                f"{shown(self.bucket)} is not a bucket name", fix=f"write the store as {_EXAMPLE}"
-            )
+            raise InvalidArgument(f"{shown(self.bucket)} is not a bucket name", fix=f"write the store as {_EXAMPLE}")
         if self.prefix:
             check_key(self.prefix + "x")
             if not self.prefix.endswith("/"):
@@ -102,7 +103,8 @@ def parse_location(location: str) -> S3Settings:
     Options are ``endpoint``, ``region``, ``addressing`` and ``public_endpoint``; values may be percent-encoded.
 
     Raises:
-        InvalidArgument: it is malformed, or contains credentials, which belong in the environment. The message does not repeat them.
+        InvalidArgument: it is malformed, or contains credentials, which belong in the environment. The message does not
+            repeat them.
     """
     try:
         parts = urlsplit(location)

@@ -1,8 +1,8 @@
 """Object store in a bucket or in a part of a bucket.
 
-An object's name in the bucket is the store's prefix followed by its key. The server evaluates the conditions: If-None-Match and If-Match,
-on PutObject and on the request that completes a multipart upload. `probe` tests whether the server honours them. AWS, SeaweedFS, MinIO,
-Ceph and R2 document that they do.
+An object's name in the bucket is the store's prefix followed by its key. The server evaluates the conditions:
+If-None-Match and If-Match, on PutObject and on the request that completes a multipart upload. `probe` tests whether the
+server honours them. AWS, SeaweedFS, MinIO, Ceph and R2 document that they do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from weighbridge_storage.stores.s3.settings import S3Settings
 from weighbridge_storage.stores.s3.uploads import Uploads
 
 _HASTY_ATTEMPTS = 3
-"""Maximum attempts of a request under a time limit. With this value, a refused connection is reported within three seconds."""
+"""Maximum attempts of a request under a time limit.
+
+With this value, a refused connection is reported within three seconds.
+"""
 
 
 class S3Store(ObjectStore):
@@ -57,9 +60,7 @@ class S3Store(ObjectStore):
 
     def with_time_limit(self, seconds: float) -> S3Store:
         """See `ObjectStore.with_time_limit`: the result has its own connections and must be closed separately."""
-        limits = replace(
-            self._settings, connect_timeout_s=seconds, read_timeout_s=seconds, attempts=_HASTY_ATTEMPTS
-        )
+        limits = replace(self._settings, connect_timeout_s=seconds, read_timeout_s=seconds, attempts=_HASTY_ATTEMPTS)
         return S3Store(limits, self)
 
     def close(self) -> None:
@@ -68,7 +69,10 @@ class S3Store(ObjectStore):
         self._client.close()
 
     def get(self, key: str) -> tuple[bytes, str]:
-        """See `ObjectStore.get`. Compares the content with the server's checksum, if the server has one for the whole object."""
+        """See `ObjectStore.get`.
+
+        Compares the content with the server's checksum, if the server has one for the whole object.
+        """
         return self._reads.get(self._name(key), f"reading {key}")
 
     def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
@@ -113,12 +117,11 @@ class S3Store(ObjectStore):
         """See `ObjectStore.copy`. The server copies the bytes; they are not transferred to this process."""
         self._uploads.copy(self._name(source), self._name(target), f"copying {source} to {target}")
 
-    def discard_unfinished(
-        self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None
-    ) -> int:
+    def discard_unfinished(self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None) -> int:
         """See `ObjectStore.discard_unfinished`: aborts multipart uploads. Their parts incur storage costs until then.
 
-        Ages are measured by the server's clock. Some servers (MinIO) list uploads only for whole keys, so no uploads are found there.
+        Ages are measured by the server's clock. Some servers (MinIO) list uploads only for whole keys, so no uploads
+        are found there.
         """
 
         def chosen(name: str) -> bool:

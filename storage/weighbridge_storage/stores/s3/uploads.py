@@ -1,8 +1,8 @@
 """Uploads to S3, in one request or in parts. A failed upload does not leave anything behind.
 
-Data that fits into one part is sent in one request. All other data is sent as a multipart upload: the caller's thread fills parts, a pool
-sends them, and a last request, which contains the condition, creates the object. A failed upload is aborted. Uploads remain only if their
-process died, or if the last request may still be carried out.
+Data that fits into one part is sent in one request. All other data is sent as a multipart upload: the caller's thread
+fills parts, a pool sends them, and a last request, which contains the condition, creates the object. A failed upload is
+aborted. Uploads remain only if their process died, or if the last request may still be carried out.
 """
 
 from __future__ import annotations
@@ -156,9 +156,7 @@ class Uploads:
                     for number, start in enumerate(range(0, size, step), 1):
                         length = min(step, size - start)
                         sending.submit(
-                            partial(
-                                self._client.copy_part, target, upload.id, number, source, etag, start, length
-                            )
+                            partial(self._client.copy_part, target, upload.id, number, source, etag, start, length)
                         )
                     parts = sending.results()
             except S3_ERRORS as error:
@@ -250,9 +248,7 @@ class Uploads:
                 )
 
 
-def decide(
-    error: Exception, found: ObjectState | None, write_id: str, mode: PutMode
-) -> Outcome | Literal["failed"]:
+def decide(error: Exception, found: ObjectState | None, write_id: str, mode: PutMode) -> Outcome | Literal["failed"]:
     """Outcome of a write that ended in an error of boto3, according to `outcome`.
 
     Args:
@@ -262,8 +258,8 @@ def decide(
         mode: its condition.
 
     Returns:
-        As `outcome`, where ``nothing`` means that a concurrent write was in progress; or ``failed``: nothing was written, and the error is
-        the reason.
+        As `outcome`, where ``nothing`` means that a concurrent write was in progress; or ``failed``: nothing was
+        written, and the error is the reason.
     """
     # if the object does not exist, AWS responds to If-Match with 404, other servers with 412
     refusal = status_of(error) in (409, 412) or (is_missing(error) and isinstance(mode, IfMatch))

@@ -1,4 +1,6 @@
-"""Do plain values in a rank's blob come back unchanged, and is a value whose loading would run code refused by its name?"""
+"""Do plain values in a rank's blob come back unchanged, and is a value whose loading would run code refused by its
+name?
+"""
 
 from __future__ import annotations
 
@@ -70,9 +72,7 @@ def test_a_view_takes_the_bytes_of_its_own_elements_and_a_blob_does_not_change_w
         (torch.nn.Linear(1, 1), "torch.nn.modules.linear.Linear"),
     ],
 )
-def test_what_would_run_code_when_it_is_loaded_is_refused_by_the_name_of_its_entry(
-    value: object, named: str
-) -> None:
+def test_what_would_run_code_when_it_is_loaded_is_refused_by_the_name_of_its_entry(value: object, named: str) -> None:
     values = {"fine": [1, 2], "loader": {"workers": [{"seed": 1}, {"seed": value}]}}
     with pytest.raises(InvalidArgument) as error:
         blobs.encode(values)
@@ -106,9 +106,7 @@ def test_a_blob_that_would_run_code_is_not_loaded() -> None:
 def test_a_ranks_blob_is_a_tensor_of_its_own_behind_its_shards() -> None:
     spec = TensorSpec("optimizer.state.w.exp_avg", dtypes.parse("fp32"), (4, 2))
     shard = Shard(spec.name, Box((2, 0), (2, 2)))
-    held = TrainingTensors(
-        Layout.stream([spec], [shard]), (torch.ones(2, 2),), {"lr": 0.1}, TensorSpace.HUGGING_FACE
-    )
+    held = TrainingTensors(Layout.stream([spec], [shard]), (torch.ones(2, 2),), {"lr": 0.1}, TensorSpace.HUGGING_FACE)
     state = TrainingState.of(held, RankValues(state={"epoch": 3}, rank_state={"seed": 7}), 12)
     assert blob_name(12) == "rank_state.00012"
     assert [each.shard for each in state.layout.placements] == [
@@ -129,9 +127,7 @@ def test_a_ranks_blob_is_a_tensor_of_its_own_behind_its_shards() -> None:
         ({"trainer": {}, "state": {}, "rank_state": {0: 1}}, "rank_state of rank_state.00000 holds a dict"),
     ],
 )
-def test_a_blob_without_values_by_name_is_refused_by_the_part_that_has_none(
-    parts: dict[str, Any], told: str
-) -> None:
+def test_a_blob_without_values_by_name_is_refused_by_the_part_that_has_none(parts: dict[str, Any], told: str) -> None:
     with pytest.raises(DataLoss) as error:
         read_blob(blobs.encode({"format": 1, **parts}), "rank_state.00000")
     assert error.value.message == f"{told}, not values by name"

@@ -54,9 +54,7 @@ def test_names_of_folders_say_steps(tmp_path: Path, path: str, step: int | None)
         ({}, 7),
     ],
 )
-def test_what_a_checkpoint_says_counts_more_than_its_name(
-    tmp_path: Path, more: dict[str, Any], step: int
-) -> None:
+def test_what_a_checkpoint_says_counts_more_than_its_name(tmp_path: Path, more: dict[str, Any], step: int) -> None:
     folder = tmp_path / "step-7"
     dcp.save({"model": {"w": torch.ones(2)}, **more}, checkpoint_id=folder, no_dist=True)
     assert step_of_folder(folder, read_torch_dist(folder)) == step

@@ -1,4 +1,6 @@
-"""Are values of a training state written as Megatron-core's and torch's loaders expect them, and understood as these write them?"""
+"""Are values of a training state written as Megatron-core's and torch's loaders expect them, and understood as these
+write them?
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,7 @@ def megatron(groups: list[dict[str, Any]], scalers: list[Any], **state: Any) -> 
     return RankValues({"optimizer": {"groups": groups, "grad_scalers": scalers}, "objects": {}}, state)
 
 
-def common_of(
-    values: RankValues, tensors: tuple[str, ...] = ("decoder.layers.mlp.linear_fc1.weight",)
-) -> Any:
+def common_of(values: RankValues, tensors: tuple[str, ...] = ("decoder.layers.mlp.linear_fc1.weight",)) -> Any:
     common = CheckpointValues.of([values], tensors, 7).common
     assert common is not None
     with torch.serialization.safe_globals([argparse.Namespace]):

@@ -1,4 +1,6 @@
-"""Are the shards of wrapped chunks those of Megatron-core, and is its notion of the virtual stage what it was before?"""
+"""Are the shards of wrapped chunks those of Megatron-core, and is its notion of the virtual stage what it was
+before?
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,7 @@ def shards(rank: int, config: Any) -> None:
     from megatron.core import parallel_state
     from megatron.core.transformer.module import Float16Module
 
-    chunks = [
-        build_family_model(config, PARALLEL, dtype=torch.bfloat16, vp_stage=stage) for stage in range(2)
-    ]
+    chunks = [build_family_model(config, PARALLEL, dtype=torch.bfloat16, vp_stage=stage) for stage in range(2)]
     parallel_state.set_virtual_pipeline_model_parallel_rank(0)
     found = sharded_chunks([Float16Module(chunk.config, chunk) for chunk in chunks])
     assert list(found) == ["model0", "model1"]

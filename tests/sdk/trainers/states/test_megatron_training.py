@@ -1,6 +1,7 @@
 """Do ranks push the state that Megatron itself saves of its optimizers, and is it restored at any parallelism?
 
-Megatron's own answer is what it would write to a checkpoint: the state of its distributed optimizer gathered over data parallelism.
+Megatron's own answer is what it would write to a checkpoint: the state of its distributed optimizer gathered over data
+parallelism.
 """
 
 from __future__ import annotations
@@ -72,16 +73,12 @@ _LAST = {"mlp_only_layers": [0]}
 CASES = {
     "distributed": Case("llama", Parallel(tp=2, dp=2), Parallel(tp=1, dp=3)),
     "distributed, fp32": Case("qwen2", Parallel(dp=3), Parallel(tp=2), dtype=torch.float32),
-    "distributed, a key for each layer and half": Case(
-        "llama", Parallel(tp=2, dp=2), Parallel(dp=3), metadata=_APART
-    ),
+    "distributed, a key for each layer and half": Case("llama", Parallel(tp=2, dp=2), Parallel(dp=3), metadata=_APART),
     "distributed, tied over stages": Case("qwen2", Parallel(pp=2, dp=2), Parallel(tp=2, dp=2), tied=True),
     "distributed, experts": Case("qwen3_moe", Parallel(dp=4, ep=2), Parallel(tp=2, dp=2, ep=4, etp=1)),
     "distributed, grouped experts": Case("qwen3_moe", Parallel(dp=4, ep=2), Parallel(dp=2), options=_GROUPED),
     "plain": Case("llama", Parallel(tp=2, dp=2), Parallel(pp=2), False),
-    "plain, tied over stages": Case(
-        "qwen3", Parallel(tp=2, pp=2), Parallel(dp=2), False, torch.float32, True
-    ),
+    "plain, tied over stages": Case("qwen3", Parallel(tp=2, pp=2), Parallel(dp=2), False, torch.float32, True),
     "plain, experts": Case("qwen3_moe", Parallel(dp=2, ep=2), Parallel(dp=4, ep=4), False),
     "plain, experts on the last stage": Case(
         "qwen3_moe", Parallel(pp=2, dp=2, ep=2), Parallel(dp=2, ep=2), False, overrides=_LAST
@@ -131,9 +128,7 @@ def _filled(
     *,
     broken_off: bool = False,
 ) -> None:
-    specs = {
-        name: TensorSpec(name, from_torch(each.dtype), tuple(each.shape)) for name, each in stored.items()
-    }
+    specs = {name: TensorSpec(name, from_torch(each.dtype), tuple(each.shape)) for name, each in stored.items()}
     fit = megatron_fit(sharded_tensors(training.sharded_state_dict(case.metadata)), training.optimizer)
     filling = fit(StoredState("tests/tiny:training@1", specs, values))
     each = list(zip(filling.layout.placements, filling.tensors, strict=True))
@@ -210,9 +205,7 @@ def _mistakes(rank: int) -> dict[str, str]:
     stored = wholes([pushed])
     for name, case in (("deeper", deeper), ("plain", plain), ("fresh", distributed)):
         training = case.rank(Parallel())
-        kept = {
-            each: tensor for each, tensor in stored.items() if name != "fresh" or ".exp_avg_sq." not in each
-        }
+        kept = {each: tensor for each, tensor in stored.items() if name != "fresh" or ".exp_avg_sq." not in each}
         tried(f"{name} filled", _filled, case, training, kept, values)
         training.step(0)
         assert _steps(training) == {1.0}
@@ -232,15 +225,28 @@ def _mistakes(rank: int) -> dict[str, str]:
 def test_mistakes_are_named_and_leave_optimizers_as_they_were() -> None:
     [said] = run_ranks(Parallel(), _mistakes)
     expected = {
-        "no step, distributed": "FailedPrecondition: the DistributedOptimizer of AdamW has no state yet .*after its first step",
+        "no step, distributed": (
+            "FailedPrecondition: the DistributedOptimizer of AdamW has no state yet .*after its first step"
+        ),
         "no step, plain": "FailedPrecondition: the Float16Optimizer.* has no state yet .*after its first step",
-        "another model, distributed": "LayoutError: 15 parameters of the Distr.*not in the sharded state dict.*all its chunks",
-        "another model, plain": "LayoutError: 15 parameters of the Float16Opt.*not in the sharded state dict.*all its chunks",
-        "torch's": "InvalidArgument: optimizer= is a torch.optim.adam.Adam, not an optimizer of Megatron-core.*get_megatron_optimizer",
+        "another model, distributed": (
+            "LayoutError: 15 parameters of the Distr.*not in the sharded state dict.*all its chunks"
+        ),
+        "another model, plain": (
+            "LayoutError: 15 parameters of the Float16Opt.*not in the sharded state dict.*all its chunks"
+        ),
+        "torch's": (
+            "InvalidArgument: optimizer= is a torch.optim.adam.Adam, not an optimizer of "
+            "Megatron-core.*get_megatron_optimizer"
+        ),
         "deeper filled": r"LayoutError: tests/tiny:training@1 is the training state of a different model.*has shape \[4, .*\[2, ",
-        "plain filled": "LayoutError: the optimizer is a Float16Opt.*state is that of a DistributedOptimizer of AdamW.*settings",
+        "plain filled": (
+            "LayoutError: the optimizer is a Float16Opt.*state is that of a DistributedOptimizer of AdamW.*settings"
+        ),
         "fresh filled": "LayoutError: .*exp_avg_sq.*are not stored",
-        "pushed without": "LayoutError: the optimizer is a Distr.*no state of an optimizer was pushed.*leave optimizer= out",
+        "pushed without": (
+            "LayoutError: the optimizer is a Distr.*no state of an optimizer was pushed.*leave optimizer= out"
+        ),
         "pushed of torch": "LayoutError: .*was not pushed from a Megatron-core model.*restore_state_dict",
     }
     assert said.keys() == expected.keys()
@@ -249,11 +255,11 @@ def test_mistakes_are_named_and_leave_optimizers_as_they_were() -> None:
 
 
 def _rows(rank: int) -> list[dict[str, Tensor]]:
-    """Tensors of a vocabulary of 128 padded to 144, and the rows that trainers with a padding to 160 and without padding hold."""
+    """Tensors of a vocabulary of 128 padded to 144, and the rows that trainers with a padding to 160 and without
+    padding hold.
+    """
     del rank
-    cases = [
-        Case("llama", Parallel(), Parallel(), options={"padded_vocab_size": rows}) for rows in (144, 160, 128)
-    ]
+    cases = [Case("llama", Parallel(), Parallel(), options={"padded_vocab_size": rows}) for rows in (144, 160, 128)]
     first, *others = [case.rank(Parallel(), seed=turn) for turn, case in enumerate(cases)]
     first.step(0)
     pushed, values = _pushed(cases[0], first)

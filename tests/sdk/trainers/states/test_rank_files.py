@@ -1,4 +1,6 @@
-"""Checkpoints of FSDP2 of which each rank has written its own files, as verl does: are module and optimizer what torch itself gathers of them?"""
+"""Checkpoints of FSDP2 of which each rank has written its own files, as verl does: are module and optimizer what torch
+itself gathers of them?
+"""
 
 from __future__ import annotations
 
@@ -102,9 +104,7 @@ def _whole(found: CheckpointFolder) -> Whole:
     """The tensors that would be pushed."""
     source = found.open_source(range(len(found.layout.placements)), found.layout)
     stream = source.stage([(0, found.layout.nbytes)])
-    tensors = {
-        name: torch.empty(spec.shape, dtype=spec.dtype.torch) for name, spec in found.layout.tensors.items()
-    }
+    tensors = {name: torch.empty(spec.shape, dtype=spec.dtype.torch) for name, spec in found.layout.tensors.items()}
     for place in found.layout.placements:
         name, box, _ = place.shard
         held = bytearray(stream.read(place.offset, place.offset + place.nbytes))
@@ -114,9 +114,7 @@ def _whole(found: CheckpointFolder) -> Whole:
 
 
 @pytest.mark.parametrize(("name", "make"), [("adamw", _adamw), ("sgd", _sgd)])
-def test_module_optimizer_and_scheduler_are_what_torch_gathers(
-    saved: tuple[Path, Any], name: str, make: Any
-) -> None:
+def test_module_optimizer_and_scheduler_are_what_torch_gathers(saved: tuple[Path, Any], name: str, make: Any) -> None:
     folder, gathered = saved
     weights, state, schedule = gathered[name]
     found = CheckpointFolder.read(folder / name)
@@ -138,9 +136,7 @@ def test_module_optimizer_and_scheduler_are_what_torch_gathers(
     module = Net(2)
     optimizer = make(module)
     whole.fill(torch_fit(module, optimizer))
-    again = get_optimizer_state_dict(
-        module, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
-    )
+    again = get_optimizer_state_dict(module, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     assert again.keys() == state.keys()
     for key, value in state.items():
         assert same_bits(again[key], value) if isinstance(value, Tensor) else again[key] == value, key
@@ -157,9 +153,7 @@ def _rewritten(folder: Path, to: Path, kind: str, change: Any) -> Path:
     return to
 
 
-def test_what_is_no_optimizer_of_this_module_is_refused_by_name(
-    saved: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_what_is_no_optimizer_of_this_module_is_refused_by_name(saved: tuple[Path, Any], tmp_path: Path) -> None:
     folder, _ = saved
 
     def plain(state: Any) -> None:

@@ -1,4 +1,5 @@
-"""Training state of ranks that share a model: does each hold its boxes of what torch itself gathers, and fill any mesh from them?
+"""Training state of ranks that share a model: does each hold its boxes of what torch itself gathers, and fill any mesh
+from them?
 
 Real ranks over gloo. What is compared with is torch's own ``full_state_dict``, which gathers every tensor.
 """
@@ -71,10 +72,10 @@ def gathered(module: nn.Module, optimizer: torch.optim.Optimizer, tied: bool) ->
     return {key: value.clone() for key, value in state.items() if key != "model.lm_head.weight" or not tied}
 
 
-def _push(
-    rank: int, way: str, tied: bool, folder: Path
-) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Trains, compares what a rank holds with what torch gathers, and keeps that for ranks to come; gives the rank's boxes."""
+def _push(rank: int, way: str, tied: bool, folder: Path) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Trains, compares what a rank holds with what torch gathers, and keeps that for ranks to come; gives the rank's
+    boxes.
+    """
     module, optimizer = made(way, tied, 5)
     train(module, optimizer, _share(way, rank), range(3))
     held = training_tensors(module, optimizer)
@@ -92,13 +93,12 @@ def _push(
 
 
 def _fill(rank: int, way: str, tied: bool, folder: Path, used: int) -> list[Tensor]:
-    """Fills a rank of another model from the boxes of what was kept, and compares all that torch gathers; gives losses."""
+    """Fills a rank of another model from the boxes of what was kept, and compares all that torch gathers; gives
+    losses.
+    """
     kept: dict[str, Any] = torch.load(folder / "pushed", weights_only=True)
     whole = kept["whole"]
-    specs = {
-        name: TensorSpec(name, dtypes.from_torch(each.dtype), tuple(each.shape))
-        for name, each in whole.items()
-    }
+    specs = {name: TensorSpec(name, dtypes.from_torch(each.dtype), tuple(each.shape)) for name, each in whole.items()}
     module, optimizer = made(way, tied, 6)
     train(module, optimizer, _share(way, rank), range(50, 50 + used))
     filling = torch_fit(module, optimizer)(StoredState("tests/m:training@1", specs, kept["values"]))

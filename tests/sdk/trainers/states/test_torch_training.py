@@ -1,4 +1,6 @@
-"""Does the training state of one process use torch's own names, and does every optimizer resume as if it had never stopped?"""
+"""Does the training state of one process use torch's own names, and does every optimizer resume as if it had never
+stopped?
+"""
 
 from __future__ import annotations
 
@@ -95,9 +97,7 @@ def pushed(module: nn.Module, optimizers: Any) -> Whole:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("used", [0, 2])
-def test_an_optimizer_that_is_filled_goes_on_as_the_one_that_was_pushed(
-    name: str, steps: int, used: int
-) -> None:
+def test_an_optimizer_that_is_filled_goes_on_as_the_one_that_was_pushed(name: str, steps: int, used: int) -> None:
     """Whether neither, one or both have made a step before."""
     module = Net(1)
     optimizer = OPTIMIZERS[name](module)
@@ -351,9 +351,7 @@ def test_stages_of_a_pipeline_are_filled_into_one_rank_and_back() -> None:
 
 def test_parameters_that_have_been_put_into_other_groups_are_refused() -> None:
     module, other = Net(1), Net(2)
-    with pytest.raises(
-        LayoutError, match=r"group 0 of the optimizer has parameters of several groups of the version"
-    ):
+    with pytest.raises(LayoutError, match=r"group 0 of the optimizer has parameters of several groups of the version"):
         pushed(module, OPTIMIZERS["groups"](module)).fill(torch_fit(other, OPTIMIZERS["adamw"](other)))
 
 
@@ -364,9 +362,7 @@ def test_an_optimizer_of_another_kind_is_refused_by_its_options(stored: str, own
     optimizer, filled = OPTIMIZERS[stored](module), OPTIMIZERS[own](other)
     train(module, optimizer, range(2))
     torch.optim.lr_scheduler.LinearLR(optimizer)
-    with pytest.raises(
-        LayoutError, match=rf"group 0 of the optimizer \({type(filled).__name__}\) has .*instead"
-    ):
+    with pytest.raises(LayoutError, match=rf"group 0 of the optimizer \({type(filled).__name__}\) has .*instead"):
         pushed(module, optimizer).fill(torch_fit(other, filled, strict=strict))
     assert not filled.state
 
@@ -381,9 +377,7 @@ def test_an_optimizer_whose_options_are_all_known_to_another_kind_is_refused_by_
     earlier = replace(held, values={**held.values, "optimizer": before})
     with pytest.raises(LayoutError) as error:
         Whole.of([TrainingState.of(held, RankValues(), 0)]).fill(torch_fit(other, filled))
-    assert error.value.details == (
-        f"group 0 of the optimizer is of {own.__name__}; the version's is of Adamax",
-    )
+    assert error.value.details == (f"group 0 of the optimizer is of {own.__name__}; the version's is of Adamax",)
     assert not filled.state
     for state, strict in ((held, False), (earlier, True)):
         filled = own(other.parameters())
@@ -407,10 +401,7 @@ def test_a_state_without_an_optimizer_is_told_from_one_with_it() -> None:
     with pytest.raises(LayoutError, match="has no optimizer state"):
         whole.fill(torch_fit(other, OPTIMIZERS["adamw"](other)))
     whole.fill(torch_fit(other, None))
-    assert all(
-        same_bits(a, b)
-        for a, b in zip(other.state_dict().values(), module.state_dict().values(), strict=True)
-    )
+    assert all(same_bits(a, b) for a, b in zip(other.state_dict().values(), module.state_dict().values(), strict=True))
 
 
 def test_a_dtype_that_differs_is_not_cast() -> None:

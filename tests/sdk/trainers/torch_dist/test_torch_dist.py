@@ -266,11 +266,7 @@ def test_megatrons_checkpoints_are_read_and_ours_are_loaded_by_megatron(tmp_path
     specs = found.layout.tensors
     # Layers are a stacked axis, and a rank has a piece of the gate and a piece of the other half.
     assert specs["decoder.layers.mlp.linear_fc1.weight"].shape == (2, 48, 16)
-    boxes = {
-        p.shard.box
-        for p in found.layout.placements
-        if p.shard.tensor == "decoder.layers.mlp.linear_fc1.weight"
-    }
+    boxes = {p.shard.box for p in found.layout.placements if p.shard.tensor == "decoder.layers.mlp.linear_fc1.weight"}
     assert boxes == {Box((layer, row, 0), (1, 12, 16)) for layer in (0, 1) for row in (0, 12, 24, 36)}
     assert {"rng_state/shard_0_2", "rng_state/shard_1_2"} < set(found.others)
 
@@ -547,18 +543,14 @@ def test_tensors_of_one_shape_may_share_their_chunks() -> None:
         for name in names
         for begin in (0, 3)
     }
-    found = read_entries(
-        pickle.dumps(Metadata({name: tensor_of((5,), whole) for name in names}, storage_data=stored))
-    )
+    found = read_entries(pickle.dumps(Metadata({name: tensor_of((5,), whole) for name in names}, storage_data=stored)))
     assert [shard.box for shard, _ in found.chunks] == [Box((0,), (3,)), Box((3,), (2,))] * 50
 
 
 @pytest.mark.parametrize(
     "key",
     [
-        lambda n: (
-            n << 61
-        ),  # Python's integers have a hash of 61 bits: these all have that of 0 or of another few
+        lambda n: n << 61,  # Python's integers have a hash of 61 bits: these all have that of 0 or of another few
         lambda n: n * ((1 << 61) - 1),
         lambda n: -n * ((1 << 61) - 1),
         lambda n: (n * ((1 << 61) - 1), "w"),
@@ -669,7 +661,5 @@ def test_a_save_that_was_interrupted_is_told_from_a_folder_of_another_kind_at_ev
         said = CliRunner().invoke(commands, ["import", str(folder), "acme/smol", *options])
         assert said.exit_code == 1
         assert "save has not finished" in said.output
-    save_file(
-        {"w": torch.ones(4)}, folder / "model.safetensors"
-    )  # other files in a model's folder are ignored
+    save_file({"w": torch.ones(4)}, folder / "model.safetensors")  # other files in a model's folder are ignored
     assert read_folder(folder).layout.tensors.keys() == {"w"}

@@ -1,4 +1,6 @@
-"""Is a checkpoint that is written from a stream what torch loads, whatever pieces the stream comes in, and without holding it?"""
+"""Is a checkpoint that is written from a stream what torch loads, whatever pieces the stream comes in, and without
+holding it?
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,7 @@ def test_the_largest_chunk_has_at_least_a_byte() -> None:
 
 def laid_out(specs: list[TensorSpec], max_chunk: int) -> TorchDistFiles:
     shards = [shard for spec in specs for shard in chunks_of(spec, max_chunk)]
-    return lay_out_torch_dist(
-        shards, specs, 3_000, objects={"rng": b"x" * 70}, aliases={"tied": specs[2].name}
-    )
+    return lay_out_torch_dist(shards, specs, 3_000, objects={"rng": b"x" * 70}, aliases={"tied": specs[2].name})
 
 
 def pieces_of(data: bytes, size: int) -> Iterator[memoryview]:
@@ -68,9 +68,7 @@ def test_torch_loads_what_was_streamed(tmp_path: Path, size: int) -> None:
 
     write_torch_dist(tmp_path, files, pieces_of(stream, size), lambda *seen: progress.append(seen))
 
-    found = {name: torch.empty_like(tensor) for name, tensor in tensors.items()} | {
-        "tied": torch.empty(SHAPES[2])
-    }
+    found = {name: torch.empty_like(tensor) for name, tensor in tensors.items()} | {"tied": torch.empty(SHAPES[2])}
     dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
     expected = {**tensors, "tied": tensors["t2"]}
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -80,9 +78,7 @@ def test_torch_loads_what_was_streamed(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("change", [-1, 1])
-def test_a_stream_of_another_length_is_refused_before_the_checkpoint_counts(
-    tmp_path: Path, change: int
-) -> None:
+def test_a_stream_of_another_length_is_refused_before_the_checkpoint_counts(tmp_path: Path, change: int) -> None:
     files = laid_out([spec_of("a", (4,)), spec_of("b", (5,)), spec_of("c", (6,))], 100)
     with pytest.raises(DataLoss, match="stream of tensors"):
         write_torch_dist(tmp_path, files, pieces_of(bytes(60 + change), 8))

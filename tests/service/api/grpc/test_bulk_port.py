@@ -50,9 +50,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, model: TinyModel) -> Itera
 
 def calls(service: RunningService, method: str, code: str) -> float:
     return (
-        service.metrics.registry.get_sample_value(
-            "weighbridge_grpc_calls_total", {"method": method, "code": code}
-        )
+        service.metrics.registry.get_sample_value("weighbridge_grpc_calls_total", {"method": method, "code": code})
         or 0.0
     )
 
@@ -73,9 +71,7 @@ def pull_without(service: RunningService, metadata: bulk_entry.Metadata) -> grpc
     return refused.value
 
 
-def test_weights_go_over_their_own_port_and_come_back_the_same(
-    service: RunningService, model: TinyModel
-) -> None:
+def test_weights_go_over_their_own_port_and_come_back_the_same(service: RunningService, model: TinyModel) -> None:
     before = calls(service, "Pull", "OK")
     with EngineClient(service.address, lane="grpc") as engine:
         assert engine._connection.streams.way(0).metadata
@@ -291,9 +287,7 @@ def test_the_port_for_weights_asks_whether_a_peer_may(
     service: RunningService, model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[tuple[str, Verb, str, str]]()
-    monkeypatch.setattr(
-        asking, "authorize", lambda peer, verb, name, ref: asked.append((peer.host, verb, name, ref))
-    )
+    monkeypatch.setattr(asking, "authorize", lambda peer, verb, name, ref: asked.append((peer.host, verb, name, ref)))
     channel, metadata = ways(service)
     with channel:
         assert pulled(channel, metadata, 30.0) > 0
@@ -347,8 +341,7 @@ def test_a_stream_that_was_ended_leaves_nothing_in_the_log_when_its_client_goes(
 def calls_of(service: RunningService, method: str) -> float:
     """Number of ended calls of a method, with any of these codes."""
     return sum(
-        calls(service, method, code)
-        for code in ("OK", "CANCELLED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "INTERNAL")
+        calls(service, method, code) for code in ("OK", "CANCELLED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "INTERNAL")
     )
 
 

@@ -125,9 +125,7 @@ def test_a_caller_that_goes_leaves_what_it_has_asked(one: ThreadPool, asking: bo
     assert left.wait(60)
 
 
-def test_errors_of_pending_answers_are_logged_by_nobody(
-    one: ThreadPool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_errors_of_pending_answers_are_logged_by_nobody(one: ThreadPool, caplog: pytest.LogCaptureFixture) -> None:
     def ask() -> Pending[int]:
         future = Future[int]()
         future.set_running_or_notify_cancel()

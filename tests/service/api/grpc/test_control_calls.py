@@ -1,7 +1,7 @@
 """Do calls that carry no weights get their answer while streams of weights stand still?
 
-Between client and service stands a proxy that lets nothing more through a connection, in either direction, after it has carried
-a few megabytes: what shares a connection with weights stands still with them.
+Between client and service stands a proxy that lets nothing more through a connection, in either direction, after it has
+carried a few megabytes: what shares a connection with weights stands still with them.
 """
 
 from __future__ import annotations
@@ -101,9 +101,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, model: TinyModel) -> Itera
         yield running
 
 
-def test_calls_are_answered_while_the_client_s_own_pull_stands_still(
-    service: RunningService, model: TinyModel
-) -> None:
+def test_calls_are_answered_while_the_client_s_own_pull_stands_still(service: RunningService, model: TinyModel) -> None:
     found: list[BaseException | None] = []
     with freezing(service) as proxy, EngineClient(proxy.address, lane="grpc") as engine:
 
@@ -126,9 +124,7 @@ def test_calls_are_answered_while_the_client_s_own_pull_stands_still(
     assert found == [None]
 
 
-def test_calls_are_answered_while_the_client_s_own_push_stands_still(
-    service: RunningService, model: TinyModel
-) -> None:
+def test_calls_are_answered_while_the_client_s_own_push_stands_still(service: RunningService, model: TinyModel) -> None:
     with freezing(service) as proxy, TrainerClient(proxy.address, lane="grpc") as trainer:
         handle = trainer.push_folder(MODEL, model.folder, step=2)
         assert proxy.frozen.wait(60)
@@ -142,9 +138,7 @@ def test_calls_are_answered_while_the_client_s_own_push_stands_still(
         assert handle.wait(timeout=60).number == handle.number
 
 
-def test_streams_that_stand_still_take_no_thread_from_other_calls(
-    service: RunningService, model: TinyModel
-) -> None:
+def test_streams_that_stand_still_take_no_thread_from_other_calls(service: RunningService, model: TinyModel) -> None:
     budget = service.service.byte_budget
     most = WORKERS - WORKERS // 4  # a fourth is left to other hosts
     go_on = threading.Event()

@@ -1,4 +1,6 @@
-"""Does every error fit into the headers that it travels in, with its reason, and as much of its text as there is room for?"""
+"""Does every error fit into the headers that it travels in, with its reason, and as much of its text as there is room
+for?
+"""
 
 from __future__ import annotations
 

@@ -25,9 +25,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 
 @pytest.mark.parametrize("port", ["control", "bulk"])
-@pytest.mark.parametrize(
-    ("kind", "payload"), [(PING, b"12345678"), (SETTINGS, b"")], ids=["PING", "SETTINGS"]
-)
+@pytest.mark.parametrize(("kind", "payload"), [(PING, b"12345678"), (SETTINGS, b"")], ids=["PING", "SETTINGS"])
 def test_frames_that_want_an_answer_which_is_never_read_take_no_memory(
     service: RunningService, port: str, kind: int, payload: bytes
 ) -> None:
@@ -35,9 +33,7 @@ def test_frames_that_want_an_answer_which_is_never_read_take_no_memory(
     assert listener.bulk is not None
     frames = frame(kind, 0, 0, payload) * 1000
     before = resident_bytes()
-    with socket.create_connection(
-        ("127.0.0.1", listener.bulk.port if port == "bulk" else listener.port)
-    ) as client:
+    with socket.create_connection(("127.0.0.1", listener.bulk.port if port == "bulk" else listener.port)) as client:
         client.settimeout(3)
         client.sendall(PREFACE + frame(SETTINGS, 0, 0))
         with suppress(TimeoutError):  # the service reads no more of them

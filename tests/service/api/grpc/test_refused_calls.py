@@ -1,4 +1,6 @@
-"""Does anything of a call that was refused wait for the garbage collector? Thousands of them would hold hundreds of MiB until it comes."""
+"""Does anything of a call that was refused wait for the garbage collector? Thousands of them would hold hundreds of MiB
+until it comes.
+"""
 
 from __future__ import annotations
 

@@ -235,9 +235,7 @@ ALL = [
 ]
 
 
-def test_one_stream_brings_the_moves_of_refs_of_several_models(
-    service: RunningService, model: TinyModel
-) -> None:
+def test_one_stream_brings_the_moves_of_refs_of_several_models(service: RunningService, model: TinyModel) -> None:
     heard = list[Heard]()
 
     def listen() -> None:

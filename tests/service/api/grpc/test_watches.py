@@ -114,7 +114,9 @@ def has_looked(store: CountingStore) -> None:
 
 
 def reads_beyond_looks(store: CountingStore, action: Callable[[], None]) -> float:
-    """Number of heads read during an action, less the polls due in that time; at most 0 if the action itself reads none."""
+    """Number of heads read during an action, less the polls due in that time; at most 0 if the action itself reads
+    none.
+    """
     before, begun = store.reads, time.monotonic()
     action()
     time.sleep(0.1)
@@ -365,9 +367,7 @@ def test_waits_end_with_what_has_become_of_the_version(catalog: Catalog, bench: 
         bench.reached("2", VersionState.DURABLE, 0.2)
 
 
-def test_a_wait_for_a_version_whose_service_was_killed_ends_when_its_lease_does(
-    catalog: Catalog, bench: Bench
-) -> None:
+def test_a_wait_for_a_version_whose_service_was_killed_ends_when_its_lease_does(catalog: Catalog, bench: Bench) -> None:
     def open_as_another_process(lease_ms: int) -> int:
         asked = {"request_id": str(lease_ms), "step": 1, "run": "", "ranks": 1}
         change = partial(open_version, **asked, now_ms=unix_ms(), lease_ms=lease_ms)
@@ -381,9 +381,7 @@ def test_a_wait_for_a_version_whose_service_was_killed_ends_when_its_lease_does(
         bench.reached(long, VersionState.DURABLE, 0.5)
 
 
-def test_a_version_that_can_have_no_such_number_disturbs_nobody_elses_wait(
-    catalog: Catalog, bench: Bench
-) -> None:
+def test_a_version_that_can_have_no_such_number_disturbs_nobody_elses_wait(catalog: Catalog, bench: Bench) -> None:
     catalog.snapshots.show(SMOL, snapshot(1, VersionState.RECEIVING))
     threading.Timer(0.5, lambda: catalog.snapshots.show(SMOL, snapshot(1, VersionState.READY))).start()
     with ThreadPoolExecutor() as pool:

@@ -81,9 +81,7 @@ def test_a_slow_answer_and_a_second_request_are_not_cut_off() -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"])
-def test_a_client_that_does_not_come_to_the_end_of_its_handshake_is_cut_off(
-    said: bytes, authority: Authority
-) -> None:
+def test_a_client_that_does_not_come_to_the_end_of_its_handshake_is_cut_off(said: bytes, authority: Authority) -> None:
     certificates = Certificates(authority.tls())
     with serving(100, certificates) as where, socket.create_connection(where) as silent:
         begun = time.monotonic()

@@ -1,4 +1,6 @@
-"""Is an export what transformers saved, inside its folder, over nothing that is there, and gone when it is broken off?"""
+"""Is an export what transformers saved, inside its folder, over nothing that is there, and gone when it is broken
+off?
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,7 @@ def test_an_export_is_what_transformers_saved(web: Web) -> None:
     assert job["end_time_ms"] >= job["create_time_ms"] > 0
     assert Path(job["folder"]) == web.folder / "tests--smol--2"
     loaded = AutoModelForCausalLM.from_pretrained(job["folder"])
-    assert (
-        loaded.config.to_diff_dict()
-        == AutoModelForCausalLM.from_pretrained(web.hf_folder).config.to_diff_dict()
-    )
+    assert loaded.config.to_diff_dict() == AutoModelForCausalLM.from_pretrained(web.hf_folder).config.to_diff_dict()
     expected = web.hf_model.state_dict()
     found = loaded.state_dict()
     assert found.keys() == expected.keys()
@@ -112,9 +111,7 @@ def test_no_export_goes_into_another_one(web: Web, monkeypatch: pytest.MonkeyPat
     assert web.wait(running["id"])["state"] == "done"
 
 
-def test_a_host_that_asks_for_many_exports_keeps_none_from_another(
-    web: Web, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_asks_for_many_exports_keeps_none_from_another(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     greedy, modest = Peer("10.0.0.1"), Peer("10.0.0.2")
     with held_at(monkeypatch, 0.5):
         started = [web.exports.start(MODEL, "1", peer=greedy).id for _ in range(75)]
@@ -126,9 +123,7 @@ def test_a_host_that_asks_for_many_exports_keeps_none_from_another(
         web.exports.cancel(job_id)
     jobs = [web.wait(job_id) for job_id in started]
     before = [job for job in jobs if job["state"] == "done" and job["end_time_ms"] < ended]
-    assert len(before) < 25, (
-        "it waits for those in whose turn it comes, and not for all that were asked for before"
-    )
+    assert len(before) < 25, "it waits for those in whose turn it comes, and not for all that were asked for before"
     last = web.exports.start(MODEL, "1", peer=greedy)
     assert web.wait(last.id)["state"] == "done", "their places are free again"
 
@@ -179,9 +174,7 @@ def test_no_export_follows_a_link(web: Web, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_link_that_comes_later_is_not_followed(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_comes_later_is_not_followed(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with held_at(monkeypatch, 0.5) as go_on:
         job_id = web.http.post("/v1/exports", json={"model": MODEL, "folder": "later/x"}).json()["id"]
         web.wait(job_id, until=lambda job: job["state"] == "running")
@@ -197,15 +190,11 @@ def test_nothing_that_is_there_is_written_over(web: Web, monkeypatch: pytest.Mon
     web.folder.mkdir(exist_ok=True)
     (web.folder / "file").write_text("mine")
     is_problem(web.http.post("/v1/exports", json={"model": MODEL, "folder": "file"}), 409, "already_exists")
-    is_problem(
-        web.http.post("/v1/exports", json={"model": MODEL, "folder": "file/x"}), 400, "invalid_argument"
-    )
+    is_problem(web.http.post("/v1/exports", json={"model": MODEL, "folder": "file/x"}), 400, "invalid_argument")
     assert (web.folder / "file").read_text() == "mine"
     with held_at(monkeypatch, 0) as go_on:
         first = web.http.post("/v1/exports", json={"model": MODEL, "folder": "once"}).json()
-        is_problem(
-            web.http.post("/v1/exports", json={"model": MODEL, "folder": "once"}), 409, "already_exists"
-        )
+        is_problem(web.http.post("/v1/exports", json={"model": MODEL, "folder": "once"}), 409, "already_exists")
         go_on.set()
         assert web.wait(first["id"])["state"] == "done"
     is_problem(web.http.post("/v1/exports", json={"model": MODEL, "folder": "once"}), 409, "already_exists")
@@ -215,9 +204,7 @@ def hidden(web: Web) -> list[Path]:
     return [path for path in web.folder.iterdir() if path.name.startswith(".")]
 
 
-def test_two_exports_run_at_a_time_and_cancelled_ones_leave_nothing(
-    web: Web, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_exports_run_at_a_time_and_cancelled_ones_leave_nothing(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     with held_at(monkeypatch, 0.3) as go_on:
         ids = []
         for number in range(4):
@@ -227,9 +214,7 @@ def test_two_exports_run_at_a_time_and_cancelled_ones_leave_nothing(
             web.wait(job_id, until=lambda job: job["state"] == "running")
         assert [web.wait(job_id, until=lambda job: True)["state"] for job_id in ids[2:]] == ["queued"] * 2
         assert len(hidden(web)) == 2
-        assert (
-            web.http.delete(f"/v1/exports/{ids[2]}").json()["state"] == "cancelled"
-        )  # at once: it only waited
+        assert web.http.delete(f"/v1/exports/{ids[2]}").json()["state"] == "cancelled"  # at once: it only waited
         assert web.http.delete(f"/v1/exports/{ids[0]}").json()["state"] == "running"
         go_on.set()
         assert [web.wait(job_id)["state"] for job_id in ids] == ["cancelled", "done", "cancelled", "done"]

@@ -37,13 +37,13 @@ pytestmark = pytest.mark.timeout(300 + REQUESTS)
 
 
 def status_of(address: str, request: bytes) -> str:
-    """The status that a request is answered with; empty if it is not complete, or the connection ends without an answer."""
+    """The status that a request is answered with; empty if it is not complete, or the connection ends without an
+    answer.
+    """
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=SECONDS) as connection:
         answer = b""
-        with suppress(
-            ConnectionError, TimeoutError
-        ):  # it was refused before it was read; or it is not complete
+        with suppress(ConnectionError, TimeoutError):  # it was refused before it was read; or it is not complete
             connection.sendall(request)
             connection.settimeout(PATIENCE)
             while len(answer) < LONGEST_ANSWER and (part := connection.recv(1 << 16)):
@@ -75,9 +75,7 @@ def http(tmp_path: Path, source: TinyModel) -> Iterator[str]:
         exports.close()
 
 
-def test_fuzzed_requests_are_answered_and_none_by_a_failure(
-    http: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_fuzzed_requests_are_answered_and_none_by_a_failure(http: str, capfd: pytest.CaptureFixture[str]) -> None:
     statuses: Counter[str] = Counter()
     with tracebacks() as found:
         for request in islice(requests(SEED), REQUESTS):

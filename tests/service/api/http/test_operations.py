@@ -167,9 +167,7 @@ def test_each_route_of_the_table_is_one_of_http(web: Web) -> None:
     ],
     ids=lambda each: getattr(each, "rpc", ""),
 )
-def test_arguments_come_over_the_wire_as_they_were(
-    operation: Operation[Any], arguments: dict[str, Any]
-) -> None:
+def test_arguments_come_over_the_wire_as_they_were(operation: Operation[Any], arguments: dict[str, Any]) -> None:
     messages = messages_of(operation)
     raw = messages.request(arguments).SerializeToString()
     kind: Any = descriptor_of(operation).input_type._concrete_class
@@ -182,9 +180,7 @@ def test_arguments_come_over_the_wire_as_they_were(
         (table.GET_GATE, Gate(allow_nonfinite=True)),
         (
             table.DELETE_VERSION,
-            Version(
-                "a/b", 7, VersionState.RETIRED, held=("nonfinite",), metadata={"reward": 0.5, "ok": True}
-            ),
+            Version("a/b", 7, VersionState.RETIRED, held=("nonfinite",), metadata={"reward": 0.5, "ok": True}),
         ),
         (
             table.SET_REF,

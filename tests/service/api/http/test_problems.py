@@ -68,9 +68,7 @@ def test_hostile_paths_are_client_errors(url: str, path: str, segment: str) -> N
     if answer.headers["content-type"] == "application/problem+json":
         is_problem(answer, answer.status_code, answer.json()["type"].rpartition(":")[2])
     else:
-        assert (
-            answer.text == "Invalid HTTP request received."
-        )  # not HTTP at all: the server itself refuses it
+        assert answer.text == "Invalid HTTP request received."  # not HTTP at all: the server itself refuses it
 
 
 def test_hostile_paths_of_methods_that_write(web: Web) -> None:
@@ -96,9 +94,7 @@ def test_hostile_paths_of_methods_that_write(web: Web) -> None:
     ids=lambda b: str(b[:16]),
 )  # fmt: skip
 def test_hostile_bodies_are_client_errors(web: Web, body: bytes) -> None:
-    answer = web.http.put(
-        f"{MODEL_URL}/refs/prod", content=body, headers={"content-type": "application/json"}
-    )
+    answer = web.http.put(f"{MODEL_URL}/refs/prod", content=body, headers={"content-type": "application/json"})
     is_problem(answer, 400, "invalid_argument")
 
 

@@ -1,4 +1,6 @@
-"""Is a handler that waits for the store answered in time, and are there never more threads that wait than there may be?"""
+"""Is a handler that waits for the store answered in time, and are there never more threads that wait than there may
+be?
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,7 @@ def test_a_call_that_hangs_is_waited_for_so_long_and_keeps_its_thread() -> None:
         with pytest.raises(Unavailable):
             await waiting
         go_on.set()
-        assert await in_threads(pool, 20.0)(ended.is_set)(), (
-            "a caller that gives up leaves the thread to the call"
-        )
+        assert await in_threads(pool, 20.0)(ended.is_set)(), "a caller that gives up leaves the thread to the call"
         assert not begun.is_set(), "its caller had left before there was a thread"
 
     with asyncio.Runner(loop_factory=SetClockLoop) as runner:

@@ -140,9 +140,7 @@ def fill_up(lane: RawLane, most: int) -> int:
     return most
 
 
-def test_a_client_that_reads_nothing_keeps_nobody_waiting(
-    service: RunningService, sources: list[TinyModel]
-) -> None:
+def test_a_client_that_reads_nothing_keeps_nobody_waiting(service: RunningService, sources: list[TinyModel]) -> None:
     hello = pb.LaneRequest(hello=pb.LaneHello(client_id="lazy"))
     with RawLane(service.lane.path) as probe:
         probe.ask(hello)
@@ -245,9 +243,7 @@ def test_refusals_on_the_lane_come_no_faster_than_they_may_be_written_down(tmp_p
     policy = policy_file(tmp_path, identity("me", ["pull:else/*"], users=[os.getuid()]))
     audit = tmp_path / "audit.jsonl"
     with running_service(tmp_path / "store", policy=policy, audit=audit) as service:
-        slow = LaneServer(
-            service.service, str(tmp_path / "s"), 1024, refusals_a_second=5.0, refusals_at_once=3.0
-        )
+        slow = LaneServer(service.service, str(tmp_path / "s"), 1024, refusals_a_second=5.0, refusals_at_once=3.0)
         with RawLane(slow.path) as lane:
             lane.ask(pb.LaneRequest(hello=pb.LaneHello(client_id="me")))
             started = time.monotonic()

@@ -79,13 +79,13 @@ def granted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def serve(folder: Path, *trusted: int) -> RunningService:
-    return RunningService(
-        folder / "store", local_socket=str(folder / "lane.sock"), lane_trust_uids=tuple(trusted)
-    )
+    return RunningService(folder / "store", local_socket=str(folder / "lane.sock"), lane_trust_uids=tuple(trusted))
 
 
 def push_as(uid: int, service: RunningService, source: TinyModel, lane: str = "auto") -> list[object]:
-    """Push and pull in a process that connects to the lane as a user; lane and reason of the push, lane of the pull, and how many tensors it brought."""
+    """Push and pull in a process that connects to the lane as a user; lane and reason of the push, lane of the pull,
+    and how many tensors it brought.
+    """
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PUSH, service.address, str(source.folder), lane, str(uid)],
         capture_output=True, text=True, timeout=120, check=False,
@@ -118,9 +118,7 @@ def test_a_push_of_another_user_shares_no_memory_with_the_version_and_says_why(
 
 
 @needs_root
-def test_a_user_that_is_trusted_writes_to_the_memory(
-    folder: Path, source: TinyModel, granted: list[str]
-) -> None:
+def test_a_user_that_is_trusted_writes_to_the_memory(folder: Path, source: TinyModel, granted: list[str]) -> None:
     service = serve(folder, FOREIGN)
     try:
         with TrainerClient(service.address) as trainer:

@@ -1,6 +1,7 @@
 """Checkpoint on disk with the state of its optimizer, read as the training state of one rank that holds all of it.
 
-Its tensors keep their names, except for the prefixes of Megatron's chained optimizers, and are read directly from the checkpoint's files.
+Its tensors keep their names, except for the prefixes of Megatron's chained optimizers, and are read directly from the
+checkpoint's files.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class CheckpointFolder:
         layout: the chunks of the tensors, and the blob with all other values, as one stream.
         space: tensor space of the names.
         open_source: opens the bytes of some of the shards.
-        step: step in the checkpoint or in the name of its folder; None if neither contains one. For verl it is in the name of the parent
-            folder.
+        step: step in the checkpoint or in the name of its folder; None if neither contains one. For verl it is in the
+            name of the parent folder.
     """
 
     format: CheckpointFormat | Literal["rank_files"]
@@ -74,8 +75,9 @@ class CheckpointFolder:
         Raises:
             NotFound: the folder has no checkpoint, or a file of it is missing.
             DataLoss: the checkpoint is damaged or cut short.
-            InvalidArgument: a tensor has an unsupported dtype or name, the other values are larger than `MAX_VALUES_BYTES`, or nothing can
-                be restored from the checkpoint, because its optimizer is in an unsupported form or is stored without a model.
+            InvalidArgument: a tensor has an unsupported dtype or name, the other values are larger than
+                `MAX_VALUES_BYTES`, or nothing can be restored from the checkpoint, because its optimizer is in an
+                unsupported form or is stored without a model.
             LayoutError: a part of a tensor is missing or occurs twice (names each tensor).
         """
         if has_rank_files(folder):
@@ -117,7 +119,9 @@ def _pushed(
 
 
 def _of_ranks(folder: Path) -> CheckpointFolder:
-    """Read an FSDP2 checkpoint with separate files for each rank, with module and optimizer under the names that torch's trainers use."""
+    """Read an FSDP2 checkpoint with separate files for each rank, with module and optimizer under the names that
+    torch's trainers use.
+    """
     parameters, tied = sharded_parameters(folder)
     model = read_rank_files(folder).layout
     optimizer = read_optimizer(folder, parameters)
@@ -129,10 +133,7 @@ def _of_ranks(folder: Path) -> CheckpointFolder:
     if optimizer is not None:
         parts.append(_prefixed(optimizer.checkpoint.layout, f"{OPTIMIZER}."))
         numbers = {unwrapped_name(name): dict(found) for name, found in optimizer.numbers.items()}
-        groups = [
-            {**group, "params": [unwrapped_name(name) for name in group["params"]]}
-            for group in optimizer.groups
-        ]
+        groups = [{**group, "params": [unwrapped_name(name) for name in group["params"]]} for group in optimizer.groups]
         trainer[OPTIMIZER] = {"state": numbers, "param_groups": groups}
     layout = Layout(
         {name: spec for part in parts for name, spec in part.tensors.items()},
@@ -150,22 +151,23 @@ def _prefixed(layout: Layout, prefix: str) -> Layout:
 
 
 def _named(found: TorchDistCheckpoint) -> TorchDistCheckpoint:
-    """Return a checkpoint without the prefixes of chained optimizers. Raises LayoutError if two tensors would have the same name, or a
-    tensor would have the name of a blob.
+    """Return a checkpoint without the prefixes of chained optimizers. Raises LayoutError if two tensors would have the
+    same name, or a tensor would have the name of a blob.
     """
     taken = found.layout.tensors.keys() - without_blobs(found.layout.tensors).keys()
     if taken:
         raise LayoutError(
-            f"{counted(len(taken), 'tensor has a name', 'tensors have names')} that training states reserve for values of ranks",
+            (
+                f"{counted(len(taken), 'tensor has a name', 'tensors have names')} that training "
+                "states reserve for values of ranks"
+            ),
             details=first_lines(sorted(taken)),
             fix="save each rank's own values under a name other than rank_state",
         )
     names = {name: _CHAINED.sub("", name) for name in found.layout.tensors}
     twice = [name for name, count in Counter(names.values()).items() if count > 1]
     if twice:
-        raise LayoutError(
-            "several optimizers keep state of the same tensors", details=first_lines(sorted(twice))
-        )
+        raise LayoutError("several optimizers keep state of the same tensors", details=first_lines(sorted(twice)))
     return replace(found, layout=found.layout.renamed(names))
 
 
@@ -193,5 +195,8 @@ def _check_whole(layout: Layout) -> None:
         raise LayoutError(
             f"the checkpoint does not contain every part of {counted(len(problems), 'tensor')} exactly once",
             details=first_lines(problems),
-            fix="use a checkpoint that was saved completely: .metadata is written after all ranks have written their files",
+            fix=(
+                "use a checkpoint that was saved completely: .metadata is written after all ranks "
+                "have written their files"
+            ),
         )

@@ -1,8 +1,8 @@
 """Training step of a folder of weights: the step in its content, otherwise the step in its name.
 
-Trainers store it in different places: torch-based trainers in an entry or a scalar tensor of the checkpoint (torchtitan:
-``train_state.step``), Megatron-LM in the common state, transformers' Trainer in ``trainer_state.json``. Folders are named ``iter_0000100``,
-``global_step_100/actor``, ``checkpoint-100``, ``step-100``.
+Trainers store it in different places: torch-based trainers in an entry or a scalar tensor of the checkpoint
+(torchtitan: ``train_state.step``), Megatron-LM in the common state, transformers' Trainer in ``trainer_state.json``.
+Folders are named ``iter_0000100``, ``global_step_100/actor``, ``checkpoint-100``, ``step-100``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ _STEP = r"(?:global_?step|train_?step|steps?|iter|iteration|checkpoint|ckpt)[-_=
 _OWN = re.compile(rf"(?:.*[^a-z0-9])?{_STEP}", re.IGNORECASE)
 _ABOVE = re.compile(_STEP, re.IGNORECASE)
 """Pattern for the whole name of the parent folder, because that folder may belong to something else."""
-_ENTRY = re.compile(
-    r"(?:(?:train_state|trainer_state|trainer|state|meta|extra)[./])?(?:global_steps?|step|iteration)"
-)
+_ENTRY = re.compile(r"(?:(?:train_state|trainer_state|trainer|state|meta|extra)[./])?(?:global_steps?|step|iteration)")
 """Names of entries that contain the trainer's step. The step entries of optimizers and schedulers are other counts."""
 _TRAINER_STATE = "trainer_state.json"
 _MOST_BYTES = 64 << 20
@@ -51,14 +49,19 @@ def step_of_folder(folder: Path, checkpoint: TorchDistCheckpoint | None = None) 
 
 
 def step_named(folder: Path) -> int | None:
-    """Return the step in the name of a folder or of its parent folder, which may contain a folder for each role or part of a model."""
+    """Return the step in the name of a folder or of its parent folder, which may contain a folder for each role or part
+    of a model.
+    """
     path = folder.resolve()
     found = _OWN.fullmatch(path.name) or _ABOVE.fullmatch(path.parent.name)
     return None if found is None else int(found[1])
 
 
 def known_step(step: int | None, folder: str | Path) -> int:
-    """Return the step of a checkpoint. Raises InvalidArgument if it is None, because training resumes from the step of a checkpoint."""
+    """Return the step of a checkpoint.
+
+    Raises InvalidArgument if it is None, because training resumes from the step of a checkpoint.
+    """
     if step is None:
         raise InvalidArgument(
             f"neither the checkpoint nor the name of its folder, {folder}, contains its step",
@@ -87,7 +90,10 @@ def _in_checkpoint(folder: Path, checkpoint: TorchDistCheckpoint) -> int | None:
 
 
 def _candidates(folder: Path, checkpoint: TorchDistCheckpoint) -> Iterator[int | None]:
-    """Yield the steps in entries, scalar tensors and the common state, shortest name first. Values that cannot be read are ignored."""
+    """Yield the steps in entries, scalar tensors and the common state, shortest name first.
+
+    Values that cannot be read are ignored.
+    """
     for name in _by_length(checkpoint.others):
         with contextlib.suppress(WeighbridgeError):
             [content] = read_objects(folder, {name: checkpoint.others[name]}, _MOST_BYTES).values()

@@ -1,8 +1,9 @@
-"""Values of a training state other than its tensors, in the form of checkpoints on disk; and values of a checkpoint in the form of a
-training state.
+"""Values of a training state other than its tensors, in the form of checkpoints on disk; and values of a checkpoint in
+the form of a training state.
 
-An imported checkpoint is stored unchanged: its entries that are not tensors are stored as bytes, under ``trainer.checkpoint`` of the only
-blob. Only a rank that is restored loads them, with ``weights_only``. An export writes the same bytes.
+An imported checkpoint is stored unchanged: its entries that are not tensors are stored as bytes, under
+``trainer.checkpoint`` of the only blob. Only a rank that is restored loads them, with ``weights_only``. An export
+writes the same bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ CheckpointFormat = Literal["torch_dist", "dcp"]
 _CHECKPOINT = "checkpoint"
 _RANK_STATE = "rank_state"
 _OWN = re.compile(rf"{_RANK_STATE}/shard_(\d{{1,9}})_(\d{{1,9}})")
-"""Name of an entry of Megatron-core's checkpoints with the values of one rank. It contains the rank and the number of ranks."""
+"""Name of an entry of Megatron-core's checkpoints with the values of one rank.
+
+It contains the rank and the number of ranks.
+"""
 STEP_ENTRY = "weighbridge.step"
 """Name of the entry of torch's checkpoints with the trainer's step. The format itself does not have a field for it."""
 
@@ -110,7 +114,10 @@ def _of_torch(ranks: Sequence[RankValues], tensors: Sequence[str]) -> Checkpoint
 
 
 def _read(checkpoint: Any, name: str) -> CheckpointValues:
-    """Read values that `CheckpointValues.kept` has put into the training state of this name. Raises DataLoss if they are malformed."""
+    """Read values that `CheckpointValues.kept` has put into the training state of this name.
+
+    Raises DataLoss if they are malformed.
+    """
     where = f"{_CHECKPOINT} of {name}"
     found = blobs.by_name(checkpoint, where)
     objects = {
@@ -124,16 +131,13 @@ def _read(checkpoint: Any, name: str) -> CheckpointValues:
     kind: Any = found.get("format")
     common = found.get("common")
     if kind not in get_args(CheckpointFormat):
-        raise DataLoss(
-            f"{where} has format {kind!r}, which is not one of {', '.join(get_args(CheckpointFormat))}"
-        )
-    return CheckpointValues(
-        kind, objects, paths, None if common is None else _bytes(common, f"common of {where}")
-    )
+        raise DataLoss(f"{where} has format {kind!r}, which is not one of {', '.join(get_args(CheckpointFormat))}")
+    return CheckpointValues(kind, objects, paths, None if common is None else _bytes(common, f"common of {where}"))
 
 
 def checkpoint_ranks(values: RankValues, name: str) -> int | None:
-    """Return the number of ranks whose own values are in an imported checkpoint; None if the values do not come from one.
+    """Return the number of ranks whose own values are in an imported checkpoint; None if the values do not come from
+    one.
 
     Args:
         values: values of a rank.
@@ -151,13 +155,14 @@ def checkpoint_ranks(values: RankValues, name: str) -> int | None:
 
 
 def opened(values: RankValues, name: str, own: int | None = None) -> RankValues:
-    """Return the values of a rank in the form that its trainer restores. Values of an imported checkpoint are loaded when they are
-    accessed.
+    """Return the values of a rank in the form that its trainer restores. Values of an imported checkpoint are loaded
+    when they are accessed.
 
     Args:
         values: values of a rank.
         name: name of the version, for errors.
-        own: the rank whose own values are needed from an imported checkpoint, which contains those of all ranks; None for none.
+        own: the rank whose own values are needed from an imported checkpoint, which contains those of all ranks; None
+            for none.
 
     Raises:
         DataLoss: the values do not have the form that Megatron or torch writes.
@@ -171,9 +176,7 @@ def opened(values: RankValues, name: str, own: int | None = None) -> RankValues:
         objects = _Opened(found.objects, lambda key: _loaded(found.objects[key], f"{key} of {name}")[0])
         keys = [key for key in objects if (match := _OWN.fullmatch(key)) and int(match[1]) == own]
         of_rank = blobs.by_name(objects[keys[0]], f"{keys[0]} of {name}") if keys else {}
-        return RankValues(
-            {"optimizer": optimizer, "objects": objects}, megatron_common.named_values(common), of_rank
-        )
+        return RankValues({"optimizer": optimizer, "objects": objects}, megatron_common.named_values(common), of_rank)
     by_top: dict[str, dict[KeyPath, str]] = {}
     for key in found.objects:
         top, *below = found.paths.get(key, (key,))
@@ -184,9 +187,7 @@ def opened(values: RankValues, name: str, own: int | None = None) -> RankValues:
         return {path: _loaded(found.objects[key], f"{key} of {name}") for path, key in keys}
 
     model, of_optimizer = torch_entries.MODEL, entries(torch_entries.OPTIMIZER)
-    trainer: dict[str, Any] = {
-        model: {".".join(map(str, path)): value for path, value in entries(model).items()}
-    }
+    trainer: dict[str, Any] = {model: {".".join(map(str, path)): value for path, value in entries(model).items()}}
     if of_optimizer:
         trainer["optimizer"] = torch_entries.optimizer_values(of_optimizer)
     others = by_top.keys() - {model, torch_entries.OPTIMIZER, _RANK_STATE, STEP_ENTRY}

@@ -1,9 +1,9 @@
-"""Checks that a training state can be restored from a checkpoint, by the names of its entries. Other checkpoints are refused at the import,
-and not only after a crash.
+"""Checks that a training state can be restored from a checkpoint, by the names of its entries. Other checkpoints are
+refused at the import, and not only after a crash.
 
 A restore finds the module under ``model`` and its optimizer under ``optimizer``, by the parameter names of
-``torch.distributed.checkpoint.state_dict``. It finds Megatron-core's optimizers by the keys of the model, as ``fully_reshardable`` and
-plain optimizers write them.
+``torch.distributed.checkpoint.state_dict``. It finds Megatron-core's optimizers by the keys of the model, as
+``fully_reshardable`` and plain optimizers write them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ T = TypeVar("T")
 
 _MODEL, _STATE, _GROUPS = f"{MODEL}.", f"{OPTIMIZER}.state.", f"{OPTIMIZER}.param_groups."
 _BY_BUFFERS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
-"""Keys of Megatron's distributed optimizer that refer to its buffers instead of parameters. All forms except ``fully_reshardable`` have
-such keys.
+"""Keys of Megatron's distributed optimizer that refer to its buffers instead of parameters. All forms except
+``fully_reshardable`` have such keys.
 """
 _NO_WEIGHTS = re.compile(
     r"(?:chained_\d+\.)?(?:optimizer|opt_param_scheduler|rng_state|rerun_state_machine|common_state)\b"
 )
 _SAVE_BOTH = (
-    "save module and optimizer as one checkpoint: model, optim = get_state_dict(module, optimizer) of torch.distributed.checkpoint.state_dict, "
+    "save module and optimizer as one checkpoint: model, optim = get_state_dict(module, "
+    "optimizer) of torch.distributed.checkpoint.state_dict, "
     'then dcp.save({"model": model, "optimizer": optim}, checkpoint_id=FOLDER)'
 )
 
@@ -47,10 +48,12 @@ def check_megatron(names: Collection[str]) -> None:
     buffers = [name for name in names if _BY_BUFFERS.match(name)]
     if buffers:
         raise InvalidArgument(
-            f"the distributed optimizer is stored by the buffers of the ranks that saved it, in {counted(len(buffers), 'entry', 'entries')}, "
+            "the distributed optimizer is stored by the buffers of the ranks that saved it, "
+            f"in {counted(len(buffers), 'entry', 'entries')}, "
             "and does not fit other ranks",
             details=first_lines(buffers),
-            fix="save it as fully_reshardable: --dist-ckpt-optim-fully-reshardable of Megatron-LM; or push the state from the ranks, "
+            fix="save it as fully_reshardable: --dist-ckpt-optim-fully-reshardable of "
+            "Megatron-LM; or push the state from the ranks, "
             "which accepts this form: trainer.push(..., optimizer=optimizer)",
         )
     if all(_NO_WEIGHTS.match(name) for name in names):
@@ -67,7 +70,8 @@ class TorchEntries:
 
     Attributes:
         names: name of each entry, by its name in the checkpoint; without the parts that wrappers add.
-        parameters: names of the module's tensors, by their names in the checkpoint; without the parts that wrappers add.
+        parameters: names of the module's tensors, by their names in the checkpoint; without the parts that wrappers
+            add.
         tensors: names of the entries that are tensors.
         members: names of the entries that list the parameters of a group.
         misplaced: names other than ``optimizer`` under which there are optimizers.
@@ -128,15 +132,18 @@ class TorchEntries:
             )
         if self.misplaced:
             raise InvalidArgument(
-                f"the checkpoint has an optimizer under {' and '.join(map(repr, self.misplaced))}, but a restore reads it from 'optimizer'",
+                (
+                    "the checkpoint has an optimizer under "
+                    f"{' and '.join(map(repr, self.misplaced))}, but a restore reads it from "
+                    "'optimizer'"
+                ),
                 fix=_SAVE_BOTH,
             )
         states = [name for name in self.tensors if name.startswith(_STATE)]
         numbered = [
             name
             for name in states
-            if name.removeprefix(_STATE).split(".")[0].isdigit()
-            and _parameter(name, _STATE, self.parameters) is None
+            if name.removeprefix(_STATE).split(".")[0].isdigit() and _parameter(name, _STATE, self.parameters) is None
         ]
         numbered += [
             name
@@ -145,15 +152,17 @@ class TorchEntries:
         ]
         if numbered:
             raise InvalidArgument(
-                "the optimizer refers to its parameters by number, as optimizer.state_dict() does, and the checkpoint does not contain their names",
+                (
+                    "the optimizer refers to its parameters by number, as optimizer.state_dict() "
+                    "does, and the checkpoint does not contain their names"
+                ),
                 details=numbered[:3],
                 fix=_SAVE_BOTH,
             )
         if states and all(_parameter(name, _STATE, self.parameters) is None for name in states):
             raise InvalidArgument(
                 "the optimizer has state of parameters that are not in the module",
-                details=states[:3]
-                + [f"the module has {name}" for name in list(self.parameters.values())[:3]],
+                details=states[:3] + [f"the module has {name}" for name in list(self.parameters.values())[:3]],
                 fix=_SAVE_BOTH,
             )
 

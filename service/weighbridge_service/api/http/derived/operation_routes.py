@@ -114,9 +114,7 @@ def _body_of(operation: Operation[Any], members: list[Parameter]) -> type[BaseMo
             default = {"default_factory": tuple}
         said = Field(**default, description=_sentence(each.text))
         fields[each.name] = IN_BODY.get(each.name, each.kind), said
-    return create_model(
-        f"{operation.rpc}In", __base__=In, __doc__=operation.text.replace("``", "`"), **fields
-    )
+    return create_model(f"{operation.rpc}In", __base__=In, __doc__=operation.text.replace("``", "`"), **fields)
 
 
 def _sentence(text: str) -> str:

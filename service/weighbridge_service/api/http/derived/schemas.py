@@ -85,9 +85,7 @@ def answer_of(kind: Any, *without: str) -> type[BaseModel]:
     """The response schema of a dataclass, without some fields; named after the class with the suffix ``Out``."""
     hints, texts = typing.get_type_hints(kind), texts_of(kind)
     members: dict[str, Any] = {
-        name: (_answered(hints[name]), _field(name, texts[name]))
-        for name in names_of(kind)
-        if name not in without
+        name: (_answered(hints[name]), _field(name, texts[name])) for name in names_of(kind) if name not in without
     }
     for name in kind.ALSO_IN_JSON:
         read = getattr(kind, name).fget
@@ -97,7 +95,10 @@ def answer_of(kind: Any, *without: str) -> type[BaseModel]:
 
 @functools.cache
 def list_of(kind: Any, name: str, order: str) -> type[BaseModel]:
-    """The response schema of a list, or of a page of it. The member ``name`` contains the items; ``order`` describes their order."""
+    """The response schema of a list, or of a page of it.
+
+    The member ``name`` contains the items; ``order`` describes their order.
+    """
     text = f"{name.capitalize()}, {order}."
     members: dict[str, Any] = {name: (list[answer_of(kind)], Field(description=text))}  # type: ignore[misc]
     return create_model(f"{name.capitalize()}Out", __base__=Out, __doc__=text, **members)
@@ -105,7 +106,10 @@ def list_of(kind: Any, name: str, order: str) -> type[BaseModel]:
 
 @functools.cache
 def body_of(kind: Any) -> type[BaseModel]:
-    """The request schema of a dataclass, named after the class with the suffix ``In``. Omitted members get their default values."""
+    """The request schema of a dataclass, named after the class with the suffix ``In``.
+
+    Omitted members get their default values.
+    """
     hints, texts = typing.get_type_hints(kind), texts_of(kind)
     members: dict[str, Any] = {
         each.name: (

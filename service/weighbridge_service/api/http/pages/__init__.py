@@ -1,8 +1,8 @@
 """HTML pages: which engine serves which version, why, and how long the last push took.
 
-The service renders the HTML itself. Pages load nothing from other hosts, and contain no inline scripts or styles. A page is a view: a frozen
-dataclass whose fields are its fragments. A pure function builds the view from the facts that the reader returns, and a template renders each
-field. Open pages receive the fragments that change.
+The service renders the HTML itself. Pages load nothing from other hosts, and contain no inline scripts or styles. A
+page is a view: a frozen dataclass whose fields are its fragments. A pure function builds the view from the facts that
+the reader returns, and a template renders each field. Open pages receive the fragments that change.
 
 May import: `callers`, `problems` and `guard` beside this folder, `exports`, `service`, and what these may.
 

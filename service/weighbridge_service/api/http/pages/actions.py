@@ -1,4 +1,7 @@
-"""Forms of pages: signing in and out, tags, approvals and exports. Each form does the same as its API endpoint, and redirects to its page."""
+"""Forms of pages: signing in and out, tags, approvals and exports.
+
+Each form does the same as its API endpoint, and redirects to its page.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,7 @@ async def _form(request: Request) -> _Form:
     try:
         return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_MOST_FIELDS))
     except ValueError as error:
-        raise InvalidArgument(
-            "the body is not a form of a page", fix="use the service's own pages"
-        ) from error
+        raise InvalidArgument("the body is not a form of a page", fix="use the service's own pages") from error
 
 
 Form = Annotated[_Form, Depends(_form)]
@@ -89,9 +90,7 @@ def add_actions(
 
     @router.post(of_model + "/refs/{ref}/requests/{request_id}/approve")
     @acting
-    def approve_ref_form(
-        model: ModelInPath, ref: Ref, request_id: RequestId, form: Form, request: Request
-    ) -> Response:
+    def approve_ref_form(model: ModelInPath, ref: Ref, request_id: RequestId, form: Form, request: Request) -> Response:
         """Approve another identity's request to change a ref."""
         service.gates.approve_ref(model, ref, request_id, peer_of(request), note=form.get("note", ""))
         return _back(model, "#refs")

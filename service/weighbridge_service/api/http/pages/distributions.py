@@ -21,7 +21,10 @@ _PART_BYTES = 4096
 """Bytes that are read from each of `_PARTS` evenly spaced parts of a tensor."""
 _BINS = 32
 _SIGMAS = 5.0
-"""The picture shows this many standard deviations on each side of the mean. Values further out count in its first or last bar."""
+"""The picture shows this many standard deviations on each side of the mean.
+
+Values further out count in its first or last bar.
+"""
 _MOST = 1e150
 """Values are clipped to this magnitude, so that their squares are finite."""
 _KEPT = 2048
@@ -132,7 +135,10 @@ def distribution(values: np.ndarray) -> Distribution:
 
 
 def svg(found: Distribution) -> str:
-    """A distribution as an SVG picture, legible on light and dark backgrounds. Its title contains the same facts as text."""
+    """A distribution as an SVG picture, legible on light and dark backgrounds.
+
+    Its title contains the same facts as text.
+    """
     most, width = max((*found.counts, 1)), _WIDTH / _BINS
     bars = "".join(
         f'<rect x="{index * width:g}" y="{_HEIGHT - height:.1f}" width="{width - 0.6:g}" height="{height:.1f}"/>'

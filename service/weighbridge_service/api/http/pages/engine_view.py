@@ -48,7 +48,8 @@ class EngineStep:
         parts: name, duration and description of each known part, as text.
         moments: each moment as text, relative to the moment at which the version was ready.
         total: duration of the whole step until the engine continued (`step_seconds`), as text; empty if unknown.
-        spans: the parts as spans of a bar: receiving the version, receiving while the engine still serves, and pausing the engine.
+        spans: the parts as spans of a bar: receiving the version, receiving while the engine still serves, and pausing
+            the engine.
     """
 
     engine: str
@@ -117,8 +118,8 @@ def _step(engine: Engine) -> EngineStep | None:
 
 
 def _spans(parts: Parts, moments: Mapping[str, float]) -> tuple[Span, ...]:
-    """Parts as spans of a bar from the earliest moment to the latest. If an engine began before the version was ready, its parts overlap
-    the span in which the service received the version."""
+    """Parts as spans of a bar from the earliest moment to the latest. If an engine began before the version was ready,
+    its parts overlap the span in which the service received the version."""
     first, last = min(moments.values()), max(moments.values())
     unit = UNITS / (last - first)
     found, begin = list[Span](), next(iter(moments.values()))
@@ -136,7 +137,10 @@ def _spans(parts: Parts, moments: Mapping[str, float]) -> tuple[Span, ...]:
 
 
 def summary(engines: Sequence[Engine]) -> tuple[str, ...]:
-    """Number of engines with each status, as text, such as ``2 current``. Engines whose agents have ended are not counted."""
+    """Number of engines with each status, as text, such as ``2 current``.
+
+    Engines whose agents have ended are not counted.
+    """
     found = Counter(each.standing for each in engines if not each.ended)
     return tuple(f"{found[standing]} {standing}" for standing in sorted(found, key=_place))
 
@@ -147,10 +151,11 @@ def serving(engines: Sequence[Engine]) -> dict[int, int]:
 
 
 def serving_it(engines: Sequence[Engine], number: int) -> tuple[str, ...]:
-    """Labels of the first `_NAMED` engines that serve a version, and the number of the others. Engines that are gone are left out."""
-    found = sorted(
-        each.label for each in engines if each.version == number and each.standing != STANDING_GONE
-    )
+    """Labels of the first `_NAMED` engines that serve a version, and the number of the others.
+
+    Engines that are gone are left out.
+    """
+    found = sorted(each.label for each in engines if each.version == number and each.standing != STANDING_GONE)
     more = len(found) - _NAMED
     return (*found[:_NAMED], f"{more} more") if more > 0 else tuple(found)
 
@@ -165,5 +170,8 @@ def _place(standing: str) -> int:
 
 
 def _shown(each: Engine) -> Engine:
-    """An engine without the time of its last report, because that time would change the page with every report. A silent engine keeps it."""
+    """An engine without the time of its last report, because that time would change the page with every report.
+
+    A silent engine keeps it.
+    """
     return each if each.silent else replace(each, heard_time_ms=0)

@@ -36,9 +36,7 @@ class ExportsPart:
     may_export: bool
 
 
-def exports_view(
-    model: str, jobs: Sequence[ExportJob], versions: Sequence[Version], viewer: Viewer
-) -> ExportsPart:
+def exports_view(model: str, jobs: Sequence[ExportJob], versions: Sequence[Version], viewer: Viewer) -> ExportsPart:
     """The exports of a model.
 
     Args:

@@ -77,9 +77,7 @@ class IndexView:
     models: ModelList
 
 
-def index_view(
-    found: Sequence[ModelFacts], *, query: str = "", after: str = "", more: bool = False
-) -> IndexView:
+def index_view(found: Sequence[ModelFacts], *, query: str = "", after: str = "", more: bool = False) -> IndexView:
     """The page of all models.
 
     Args:

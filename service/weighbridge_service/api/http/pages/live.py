@@ -1,9 +1,10 @@
 """Live views: sends changed fragments to all open pages.
 
-A view is rebuilt when its model has changed, and also periodically: other replicas change models, and arriving bytes cause no notification.
-All pages that show the same view share one rebuild. All views together use at most a small share of a core: the service measures the cost of each
-rebuild, and rebuilds an expensive view less often. Both that share and the number of views are divided evenly among quotas (identities or
-hosts), so a viewer with many open views only slows down these views.
+A view is rebuilt when its model has changed, and also periodically: other replicas change models, and arriving bytes
+cause no notification. All pages that show the same view share one rebuild. All views together use at most a small share
+of a core: the service measures the cost of each rebuild, and rebuilds an expensive view less often. Both that share and
+the number of views are divided evenly among quotas (identities or hosts), so a viewer with many open views only slows
+down these views.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ class _Live:
         self.news = asyncio.Event()
 
     def since(self, sequence: int) -> str:
-        """The fragments that have changed since ``sequence``, as the data of an event; cached for all streams at the same ``sequence``."""
+        """The fragments that have changed since ``sequence``, as the data of an event; cached for all streams at the
+        same ``sequence``.
+        """
         found = self.events.get(sequence)
         if found is None:
             changed = {name: self.html[name] for name, at in self.changed_at.items() if at > sequence}
@@ -131,8 +134,8 @@ class LiveViews:
             make: builds the view; called in a thread.
             seen: digest of the fragments that the page was rendered from; see `digest`.
             ended: returns whether to end the stream; called every few seconds while nothing changes.
-            quota: identity or host whose views are counted together. If it has too many, the stream yields only a `TROUBLE` fragment and ends;
-                the browser reconnects later.
+            quota: identity or host whose views are counted together. If it has too many, the stream yields only a
+                `TROUBLE` fragment and ends; the browser reconnects later.
         """
         if key not in self._live and not self._shares.has_room(quota):
             yield json.dumps({TROUBLE: "too many different pages are open to be kept up to date; close some"})
@@ -219,6 +222,4 @@ def _timed(make: Callable[[], Fragments]) -> tuple[Fragments, float]:
 
 def digest(html: Mapping[str, str]) -> str:
     """Digest of all fragments except `TROUBLE`; valid only within this process, as it uses `hash`."""
-    return format(
-        hash(tuple((name, html[name]) for name in sorted(html) if name != TROUBLE)) & (2**64 - 1), "x"
-    )
+    return format(hash(tuple((name, html[name]) for name in sorted(html) if name != TROUBLE)) & (2**64 - 1), "x")

@@ -1,7 +1,8 @@
 """Browser sessions: the credential that a user submitted in the login form, by the id in a cookie.
 
-Only pages accept the cookie, and they refuse forms that other sites submit. The API ignores cookies. A session stores the credential instead of
-the identity: each request checks the policy again, so the session ends when the token is no longer valid.
+Only pages accept the cookie, and they refuse forms that other sites submit. The API ignores cookies. A session stores
+the credential instead of the identity: each request checks the policy again, so the session ends when the token is no
+longer valid.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Sessions:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
 
     def begin(self, authorization: str, name: str) -> str:
-        """Begin a session and return its id. If the identity has too many sessions, its oldest is removed; if there are too many, the oldest of all.
+        """Begin a session and return its id.
+
+        If the identity has too many sessions, its oldest is removed; if there are too many, the oldest of all.
 
         Args:
             authorization: the credential, as a value of the ``Authorization`` header.
@@ -99,6 +102,9 @@ def forget(request: Request, response: Response) -> None:
 
 
 def _cookie_name(request: Request) -> str:
-    """The cookie's name. It contains the port, because browsers share cookies between ports. Under TLS, other hosts cannot set it."""
+    """The cookie's name. It contains the port, because browsers share cookies between ports.
+
+    Under TLS, other hosts cannot set it.
+    """
     prefix = "__Host-" if came_by_tls(request) else ""
     return f"{prefix}{_COOKIE}-{request.url.port or 0}"

@@ -1,4 +1,6 @@
-"""View of one model: the versions that its refs name, the times of its last push, and the parts with views of their own. Pure."""
+"""View of one model: the versions that its refs name, the times of its last push, and the parts with views of their
+own. Pure.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,8 @@ class Summary:
         adapters: the first adapters whose base is a version of this model.
         more_adapters: number of further adapters.
         facts: model type, dtype, number of tensors and size, as text.
-        live, latest: the versions that these refs name, with their states; None if the ref is not set or its version is not on the page.
+        live, latest: the versions that these refs name, with their states; None if the ref is not set or its version is
+            not on the page.
         live_number, latest_number: numbers of these versions; 0 if the ref is not set.
         last: times of the last push.
         news: the state of the newest version, for screen readers.
@@ -134,7 +137,10 @@ def model_view(facts: ModelFacts, viewer: Viewer, now_ms: int) -> ModelView:
 
 
 def is_busy(view: ModelView) -> bool:
-    """Whether the service is receiving, storing or exporting a version. If so, the page changes without notification."""
+    """Whether the service is receiving, storing or exporting a version.
+
+    If so, the page changes without notification.
+    """
     exporting = any(not row.job.state.ended for row in view.exports.rows)
     moving = any(
         each.state in (VersionState.READY, VersionState.VERIFIED) and not each.error

@@ -1,4 +1,7 @@
-"""Route class of pages. It identifies the sender by header or session, sets the content security policy, and renders errors as pages."""
+"""Route class of pages.
+
+It identifies the sender by header or session, sets the content security policy, and renders errors as pages.
+"""
 
 from __future__ import annotations
 
@@ -86,9 +89,7 @@ def _check_own(request: Request) -> None:
 def _page_of(request: Request, error: Exception, renderer: Renderer) -> Response:
     viewer = viewer_of(request)
     if isinstance(error, Unauthenticated):
-        page = renderer.page(
-            "login", viewer, problem=error.message if _has_shown(request) else "", next=_path(request)
-        )
+        page = renderer.page("login", viewer, problem=error.message if _has_shown(request) else "", next=_path(request))
         return HTMLResponse(page, 401, {"WWW-Authenticate": "Bearer"})
     if isinstance(error, WeighbridgeError):
         status, message, fix, details = error.http_status, error.message, error.fix, tuple(error.details)

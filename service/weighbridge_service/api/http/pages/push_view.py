@@ -1,4 +1,6 @@
-"""View of pushes in progress: the progress of each push and its ranks, what the push waits for, and when it is aborted. Pure."""
+"""View of pushes in progress: the progress of each push and its ranks, what the push waits for, and when it is aborted.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ class LivePush:
         ranks: the first `SHOWN` ranks, as cells; empty if only another replica knows them.
         ranks_text: number of ranks that have sealed, and of ranks that copy to shared memory, as text.
         missing: the ranks that have not declared a layout, as text; empty if all have.
-        heard_ms, given_up_ms: time of the last request from a rank, and time at which the push is aborted unless a rank sends another one, in
-            milliseconds since 1970 UTC; 0 if there was a request just now, or the time is unknown.
+        heard_ms, given_up_ms: time of the last request from a rank, and time at which the push is aborted unless a rank
+            sends another one, in milliseconds since 1970 UTC; 0 if there was a request just now, or the time is
+            unknown.
     """
 
     version: Version
@@ -67,9 +70,7 @@ def pushes_view(model: str, page: VersionPage, now_ms: int) -> Pushes:
     """
     return Pushes(
         model,
-        tuple(
-            live_push(each, page.progress_of(each), now_ms) for each in page.versions if each.state.receiving
-        ),
+        tuple(live_push(each, page.progress_of(each), now_ms) for each in page.versions if each.state.receiving),
     )
 
 
@@ -96,8 +97,7 @@ def live_push(version: Version, progress: PushProgress, now_ms: int) -> LivePush
         # whole seconds, so that the rate of a stalled push does not change the page four times a second
         rate=words.rate(received, max(1, (now_ms - version.create_time_ms) // 1000)),
         ranks=ranks[:SHOWN],
-        ranks_text=f"{sealed} of {version.ranks} sealed"
-        + (f", {copying} copying to shared memory" if copying else ""),
+        ranks_text=f"{sealed} of {version.ranks} sealed" + (f", {copying} copying to shared memory" if copying else ""),
         missing=missing_text(ranks),
         heard_ms=progress.heard_ms if quiet else 0,
         given_up_ms=progress.given_up_ms if quiet else 0,

@@ -1,4 +1,7 @@
-"""Reader of the facts that views show. It combines one read of a model's head, this process's own state, and the manifest."""
+"""Reader of the facts that views show.
+
+It combines one read of a model's head, this process's own state, and the manifest.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,9 @@ _KEPT_TENSORS = 200_000
 """Maximum number of tensors in the cached contents of versions."""
 _KEPT_SIGNED = 256
 _SIGNED_SECONDS = 10.0
-"""The signatures of a version are cached for this many seconds, because the store does not notify the service of new ones."""
+"""The signatures of a version are cached for this many seconds, because the store does not notify the service of new
+ones.
+"""
 _Sees = Callable[[str], bool]
 
 
@@ -83,13 +88,13 @@ class Reader:
         for each in self._service.engines.listed(sees=sees):
             engines.setdefault(each.model, []).append(each)
         found = tuple(
-            self._line(ModelName.parse(model.name), model, engines.get(model.name, ()))
-            for model in shown[:MODELS]
+            self._line(ModelName.parse(model.name), model, engines.get(model.name, ())) for model in shown[:MODELS]
         )
         return FoundModels(found, len(shown) > MODELS)
 
     def model(self, name: str, before: int, sees: _Sees) -> model_view.ModelFacts:
-        """A model, with its newest versions below number ``before`` (0: the newest of all), and the adapters that ``sees`` allows.
+        """A model, with its newest versions below number ``before`` (0: the newest of all), and the adapters that
+        ``sees`` allows.
 
         Raises:
             NotFound: the model does not exist.
@@ -157,7 +162,9 @@ class Reader:
         return index_view.ModelFacts(model, tuple(newest), tuple(engines))
 
     def _progress(self, model: ModelName, number: int, head: Head | None) -> PushProgress:
-        """Progress of a push; for a push that this process does not know, only the time of its failure, from the head."""
+        """Progress of a push; for a push that this process does not know, only the time of its failure, from the
+        head.
+        """
         push = self._service.registry.find(model, number)
         if push is not None:
             return push.progress
@@ -217,9 +224,7 @@ def _of_manifest(manifest: Manifest) -> Contents:
             for name, each in sorted(manifest.files.items())
         ),
         tuple(
-            TensorFacts(
-                name, each.dtype.name, each.shape, each.nbytes, each.file, each.xxh3_128, each.nonfinite
-            )
+            TensorFacts(name, each.dtype.name, each.shape, each.nbytes, each.file, each.xxh3_128, each.nonfinite)
             for name, each in sorted(manifest.tensors.items(), key=lambda item: in_order(item[0]))
         ),
         as_pairs(manifest.lineage),

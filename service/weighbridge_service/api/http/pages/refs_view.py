@@ -92,8 +92,7 @@ def refs_view(
         requests=tuple(_request(each, viewer, protected) for each in (*pending, *reversed(ended))),
         offered=tuple(each for each in versions if each.state is VersionState.DURABLE)[:OFFERED],
         may_tag=any(
-            scope.verb in (None, Verb.TAG) and scope.allows(Verb.LOOK, model.name, "")
-            for scope in viewer.scopes
+            scope.verb in (None, Verb.TAG) and scope.allows(Verb.LOOK, model.name, "") for scope in viewer.scopes
         ),
     )
 
@@ -122,6 +121,5 @@ def _request(request: RefRequest, viewer: Viewer, protections: Mapping[str, Prot
     return RequestRow(
         request=request,
         may_approve=viewer.may_approve(request),
-        may_withdraw=request.pending
-        and viewer.may_change(request.model, request.ref, protections.get(request.ref)),
+        may_withdraw=request.pending and viewer.may_change(request.model, request.ref, protections.get(request.ref)),
     )

@@ -84,8 +84,7 @@ class Renderer:
             view: the view, a frozen dataclass.
         """
         return {
-            each.name: self._fragment(kind, each.name, getattr(view, each.name))
-            for each in dataclasses.fields(view)
+            each.name: self._fragment(kind, each.name, getattr(view, each.name)) for each in dataclasses.fields(view)
         }
 
     def page(self, kind: str, viewer: Viewer, **values: Any) -> str:

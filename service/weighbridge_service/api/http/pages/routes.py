@@ -1,4 +1,7 @@
-"""Routes of pages. A route reads facts, builds a view and renders it; an open page then receives changes as server-sent events."""
+"""Routes of pages.
+
+A route reads facts, builds a view and renders it; an open page then receives changes as server-sent events.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ _SAMPLED = 2
 _ANSWER_SECONDS = 10.0
 """Timeout for building a page, after which the response is an error."""
 _PICTURE_SECONDS = 600
-"""A browser caches a picture for this many seconds. The time is limited because a new model of the same name may reuse the version's number."""
+"""A browser caches a picture for this many seconds.
+
+The time is limited because a new model of the same name may reuse the version's number.
+"""
 
 Before = Annotated[int, Query(ge=0, le=MAX_VERSION)]
 Search = Annotated[str, Query(max_length=_LONGEST_QUERY)]
@@ -137,9 +143,7 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
         """Event stream of a version's page."""
         viewer, named = viewer_of(request), ModelName.parse(model)
         key = ("version", viewer, named, version, q, first)
-        return pages.follow(
-            request, key, named, lambda: pages.version(viewer, model, version, q, first)[1], seen
-        )
+        return pages.follow(request, key, named, lambda: pages.version(viewer, model, version, q, first)[1], seen)
 
     @router.get("/models/{namespace}/{name}/versions/{version}/distribution.svg")
     @in_threads(ThreadPool("http-samples", _SAMPLED), _ANSWER_SECONDS)
@@ -178,9 +182,7 @@ class _Pages:
     def __init__(self, service: Weighbridge, reader: Reader, renderer: Renderer) -> None:
         self.reader = reader
         self._renderer = renderer
-        self._live = LiveViews(
-            (service.catalog.changes, service.engines.changes), service.catalog.stopping.is_set
-        )
+        self._live = LiveViews((service.catalog.changes, service.engines.changes), service.catalog.stopping.is_set)
 
     def index(self, viewer: Viewer, query: str, after: str) -> tuple[index_view.IndexView, Fragments]:
         """The page of all models."""
@@ -207,7 +209,11 @@ class _Pages:
     def answer(
         self, kind: str, made: tuple[Any, Fragments], viewer: Viewer, events: str, **values: Any
     ) -> HTMLResponse:
-        """The response with a page. The page follows its view at the path ``events``, whose query contains the `_FOLLOWED` values that are not empty."""
+        """The response with a page.
+
+        The page follows its view at the path ``events``, whose query contains the `_FOLLOWED` values that are not
+        empty.
+        """
         view, fragments = made
         page = self._renderer.page(
             kind,

@@ -69,7 +69,8 @@ class Timeline:
         clipped: whether a bar is clipped.
         metadata: metadata of the versions, as columns.
         plots: numbers in the metadata over steps.
-        compared: numbers of the two versions that are preselected for a comparison, the older one first; empty if there are fewer than two.
+        compared: numbers of the two versions that are preselected for a comparison, the older one first; empty if there
+            are fewer than two.
     """
 
     model: str
@@ -94,9 +95,7 @@ def timeline_view(model: Model, page: VersionPage, engines: Sequence[Engine], vi
     """
     bar_ms = scale_ms(taken_ms(each, page.progress_of(each)) for each in page.versions)
     named: dict[int, list[str]] = {}
-    for ref, number in sorted(
-        model.refs.items(), key=lambda item: (item[0] not in (REF_LIVE, REF_LATEST), item)
-    ):
+    for ref, number in sorted(model.refs.items(), key=lambda item: (item[0] not in (REF_LIVE, REF_LATEST), item)):
         named.setdefault(number, []).append(ref)
     served = serving(engines)
     whole = [each.number for each in page.versions if each.state.visible]
@@ -121,7 +120,9 @@ def timeline_view(model: Model, page: VersionPage, engines: Sequence[Engine], vi
 
 
 def scale_ms(lengths: Iterable[int]) -> int:
-    """Milliseconds that a full bar represents: the longest of ``lengths``, unless it is far longer than nearly all others; 0 if all are 0."""
+    """Milliseconds that a full bar represents: the longest of ``lengths``, unless it is far longer than nearly all
+    others; 0 if all are 0.
+    """
     found = sorted((each for each in lengths if each), reverse=True)
     if not found:
         return 0

@@ -1,4 +1,6 @@
-"""Summary of a version, for its own page and its model's: its times, why it failed or is held, and which rank delayed the others. Pure."""
+"""Summary of a version, for its own page and its model's: its times, why it failed or is held, and which rank delayed
+the others. Pure.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class VersionSummary:
         spans: its times as spans of a bar: received, verified and stored, or lost if the push was aborted or failed.
         clipped: whether it took longer than a full bar represents.
         rate: rate at which it was received, as text.
-        cost: for an aborted or failed version, the bytes that had been received, and the last rank that sealed or declared; empty if unknown.
+        cost: for an aborted or failed version, the bytes that had been received, and the last rank that sealed or
+            declared; empty if unknown.
         held_up: the rank that delayed the others; empty if none did, or it is unknown.
         reason: why it failed, or is not durable yet.
         held: why it is held; empty if it is not.
@@ -166,7 +169,10 @@ def spans_of(version: Version, progress: PushProgress, bar_ms: int) -> tuple[Spa
 
 
 def _times(version: Version, progress: PushProgress) -> Iterator[tuple[str, int, int]]:
-    """Times of a version: kind, and start and end in milliseconds since its opening. They never decrease, even if clocks were set back."""
+    """Times of a version: kind, and start and end in milliseconds since its opening.
+
+    They never decrease, even if clocks were set back.
+    """
     moments = [
         ("received", version.ready_time_ms),
         ("verified", version.verified_time_ms),

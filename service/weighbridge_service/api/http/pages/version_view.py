@@ -57,7 +57,9 @@ class VersionFacts:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of a version's life cycle: the state, when the version reached it, and how long that took; 0 and empty if it has not reached it."""
+    """A step of a version's life cycle: the state, when the version reached it, and how long that took; 0 and empty if
+    it has not reached it.
+    """
 
     state: str
     at_ms: int
@@ -66,7 +68,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The first part of a version's page: its summary, the engines that serve it, their update steps, and details of its failure."""
+    """The first part of a version's page: its summary, the engines that serve it, their update steps, and details of
+    its failure.
+    """
 
     said: VersionSummary
     engines: tuple[str, ...]
@@ -178,9 +182,7 @@ class VersionView:
     tensors: Tensors
 
 
-def version_view(
-    facts: VersionFacts, viewer: Viewer, now_ms: int, *, query: str = "", first: int = 0
-) -> VersionView:
+def version_view(facts: VersionFacts, viewer: Viewer, now_ms: int, *, query: str = "", first: int = 0) -> VersionView:
     """The page of a version.
 
     Args:
@@ -221,9 +223,7 @@ def is_busy(view: VersionView) -> bool:
 
 def as_pairs(fields: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     """Fields of a document as text."""
-    return tuple(
-        (str(name), value if isinstance(value, str) else str(value)) for name, value in fields.items()
-    )
+    return tuple((str(name), value if isinstance(value, str) else str(value)) for name, value in fields.items())
 
 
 def _steps(version: Version) -> tuple[Step, ...]:
@@ -271,11 +271,7 @@ def _about(facts: VersionFacts) -> About:
         *([] if facts.contents.provenance else [("ranks", str(version.ranks))]),
         *facts.contents.lineage,
         *facts.contents.provenance,
-        *(
-            [("non-finite elements", readable_count(version.nonfinite_elements))]
-            if version.nonfinite_elements
-            else []
-        ),
+        *([("non-finite elements", readable_count(version.nonfinite_elements))] if version.nonfinite_elements else []),
         *([("approved", version.approval_text)] if version.approved_reasons else []),
     )
     return About(pairs, as_pairs(readable_metadata(version.metadata)), facts.signatures)

@@ -1,4 +1,7 @@
-"""Viewer of pages: an identity's permissions as a hashable value. Viewers with equal permissions share live views. Pure."""
+"""Viewer of pages: an identity's permissions as a hashable value. Viewers with equal permissions share live views.
+
+Pure.
+"""
 
 from __future__ import annotations
 

@@ -68,9 +68,7 @@ say({
 })
 """,
     )
-    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} | {
-        "weighbridge.json"
-    }
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} | {"weighbridge.json"}
     names = [*there, "config.json"]
     assert filecmp.cmpfiles(found["snapshot"], folder, names, shallow=False) == (names, [], [])
     assert Path(found["one"]).read_text() == "{}"
@@ -84,8 +82,7 @@ say({
 
 def test_what_is_in_the_cache_is_not_sent_again(endpoint: Endpoint, tmp_path: Path) -> None:
     code = (
-        "from huggingface_hub import hf_hub_download\n"
-        f"say(hf_hub_download(MODEL, {WEIGHTS!r}, revision=sys.argv[1]))"
+        f"from huggingface_hub import hf_hub_download\nsay(hf_hub_download(MODEL, {WEIGHTS!r}, revision=sys.argv[1]))"
     )
     first = endpoint.python(tmp_path, code, "prod")
     assert filecmp.cmp(first, endpoint.folder(1) / WEIGHTS, shallow=False)
@@ -98,9 +95,7 @@ def test_what_is_in_the_cache_is_not_sent_again(endpoint: Endpoint, tmp_path: Pa
 
 def test_the_command_line_tool_downloads(endpoint: Endpoint, tmp_path: Path) -> None:
     tool = str(Path(CLIENT_PYTHON).parent / "hf")
-    endpoint.run(
-        tmp_path, [tool, "download", MODEL, "--revision", "1", "--local-dir", str(tmp_path / "here")]
-    )
+    endpoint.run(tmp_path, [tool, "download", MODEL, "--revision", "1", "--local-dir", str(tmp_path / "here")])
     names = [path.name for path in files_of(endpoint.folder(1))]
     assert filecmp.cmpfiles(tmp_path / "here", endpoint.folder(1), names, shallow=False) == (names, [], [])
 

@@ -107,9 +107,7 @@ def test_versions_on_s3_are_offered_too(seaweed: S3Server, tmp_path: Path) -> No
     ("forwarded", "scheme"),
     [(None, "http"), ("http", "http"), ("https", "https"), ("HTTPS", "https"), ("https, http", "https")],
 )
-def test_who_asks_by_tls_is_sent_on_by_tls(
-    small_pieces: Endpoint, forwarded: str | None, scheme: str
-) -> None:
+def test_who_asks_by_tls_is_sent_on_by_tls(small_pieces: Endpoint, forwarded: str | None, scheme: str) -> None:
     asked = {"host": "hub.internal", **({} if forwarded is None else {"x-forwarded-proto": forwarded})}
     answer = small_pieces.http.get(f"/api/models/{MODEL}/tree/1", headers=asked)
     where = URL(answer.links["next"]["url"])

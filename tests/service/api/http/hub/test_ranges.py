@@ -75,9 +75,7 @@ def test_head_and_get_agree(endpoint: Endpoint) -> None:
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_a_range_is_what_slicing_gives(
-    small_pieces: Endpoint, asked: str, start: int, end: int | None
-) -> None:
+def test_a_range_is_what_slicing_gives(small_pieces: Endpoint, asked: str, start: int, end: int | None) -> None:
     weights = (small_pieces.folder(2) / WEIGHTS).read_bytes()
     expected = weights[start:end]
     answer = small_pieces.http.get(f"/{MODEL}/resolve/2/{WEIGHTS}", headers={"range": asked})
@@ -167,9 +165,7 @@ def _read_at_once(found: Endpoint, url: str, lengths: list[int]) -> list[int]:
     return list(lengths)
 
 
-@pytest.mark.parametrize(
-    "revision", ["refs%2Fpr%2F1", "refs%2fheads%2fmain", "main%2F..", "prod%2Fconfig.json"]
-)
+@pytest.mark.parametrize("revision", ["refs%2Fpr%2F1", "refs%2fheads%2fmain", "main%2F..", "prod%2Fconfig.json"])
 def test_a_quoted_slash_belongs_to_the_revision(endpoint: Endpoint, revision: str) -> None:
     for path in (
         f"/{MODEL}/resolve/{revision}/config.json",
@@ -223,10 +219,7 @@ def test_hostile_forms_and_parameters_are_client_errors(endpoint: Endpoint) -> N
     )
     for body in (*wrong, b'{"paths": [' + b'"",' * 10_001 + b'""]}'):
         assert endpoint.http.post(url, content=body).status_code == 400
-        assert (
-            endpoint.http.post(url, content=body, headers={"content-type": "application/json"}).status_code
-            == 400
-        )
+        assert endpoint.http.post(url, content=body, headers={"content-type": "application/json"}).status_code == 400
     for body in (b"", b"nothing", b'{"paths": []}'):
         answer = endpoint.http.post(url, content=body)
         assert (answer.status_code, answer.json()) == (200, [])

@@ -158,9 +158,7 @@ def test_a_redirect_says_what_lies_behind_it_and_gives_no_secret_away(elsewhere:
     assert httpx.get(other).status_code == 403
 
 
-def test_what_cannot_be_had_elsewhere_comes_from_the_service(
-    elsewhere: Elsewhere, endpoint: Endpoint
-) -> None:
+def test_what_cannot_be_had_elsewhere_comes_from_the_service(elsewhere: Elsewhere, endpoint: Endpoint) -> None:
     url, http = f"/{MODEL}/resolve/main/{WEIGHTS}", elsewhere.endpoint.http
     weights = (elsewhere.folder / WEIGHTS).read_bytes()
     # one origin for both, as behind a proxy

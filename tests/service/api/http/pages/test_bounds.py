@@ -1,4 +1,6 @@
-"""Do pages answer in bounded time and with what can be shown, whatever stores, clocks, figures, names and readers do?"""
+"""Do pages answer in bounded time and with what can be shown, whatever stores, clocks, figures, names and readers
+do?
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ TIMES = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """A service with a model, whose head another program has filled with nonsense, and one whose names are as long as they may be."""
+    """A service with a model, whose head another program has filled with nonsense, and one whose names are as long as
+    they may be.
+    """
     with place_of(tmp_path_factory.mktemp("bounds")) as found:
         _fill(found)
         yield found
@@ -59,9 +63,9 @@ def _fill(place: Place) -> None:
     with TrainerClient(place.running.address) as trainer:
         for name in (MODEL, LONG):
             trainer.register_files(name, place.source.files)
-            trainer.push_folder(
-                name, place.source.folder, step=1, run="r" * 256, metadata={"k" * 64: "v" * 2000}
-            ).wait(timeout=60)
+            trainer.push_folder(name, place.source.folder, step=1, run="r" * 256, metadata={"k" * 64: "v" * 2000}).wait(
+                timeout=60
+            )
         trainer.set_ref(LONG, "t" * 64, 1)
     for n, model in enumerate((MODEL, LONG)):
         report = EngineReport(
@@ -133,9 +137,7 @@ def test_every_page_answers_in_bounded_time_while_the_store_hangs_and_open_ones_
                     answers = list(pool.map(lambda _: http.get(path), range(40)))
                     assert {each.status_code for each in answers} == {503}
                     assert all("the store does not answer" in each.text for each in answers)
-                    assert time.monotonic() - begun < 35, (
-                        "40 at once, and not one after the other, for a second each"
-                    )
+                    assert time.monotonic() - begun < 35, "40 at once, and not one after the other, for a second each"
                     assert any("store does not answer" in each.get("trouble", "") for each in told)
                     go_on.set()
                     assert next(each["trouble"] for each in told if "trouble" in each) == ""

@@ -1,4 +1,6 @@
-"""Is what others have named shown as text, on every page, and does every page keep a browser from running anything but our script?"""
+"""Is what others have named shown as text, on every page, and does every page keep a browser from running anything but
+our script?
+"""
 
 from __future__ import annotations
 

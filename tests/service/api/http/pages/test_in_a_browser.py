@@ -1,4 +1,6 @@
-"""Are the pages accessible: by keyboard, with a screen reader, in dark and light, on a phone, without script and without other hosts?"""
+"""Are the pages accessible: by keyboard, with a screen reader, in dark and light, on a phone, without script and
+without other hosts?
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, token: str) -> Iterator[Plac
         service, shown = found.running.service, Credentials(token=asking, insecure=True)
         with TrainerClient(found.running.address, credentials=shown) as trainer:
             for step in (1, 2):
-                trainer.import_folder(MODEL, found.source.folder, step=step, candidate=step == 2).wait(
-                    timeout=60
-                )
+                trainer.import_folder(MODEL, found.source.folder, step=step, candidate=step == 2).wait(timeout=60)
             trainer.set_ref(MODEL, "canary", 1)
             trainer.protect_ref(MODEL, "prod", approvals=1)
             trainer.request_ref(MODEL, "prod", 1, note="it is good")

@@ -1,4 +1,6 @@
-"""Do open pages receive changes: each view rendered once for all pages, the newest state first, and none without a page?"""
+"""Do open pages receive changes: each view rendered once for all pages, the newest state first, and none without a
+page?
+"""
 
 from __future__ import annotations
 

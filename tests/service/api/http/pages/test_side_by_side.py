@@ -1,4 +1,6 @@
-"""Are versions compared by what is kept with them and by their digests, and is metadata of any kind shown in bounded room?"""
+"""Are versions compared by what is kept with them and by their digests, and is metadata of any kind shown in bounded
+room?
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,7 @@ def test_columns_are_the_keys_that_most_versions_have_numbers_first() -> None:
 
 
 def test_whatever_trainers_write_takes_a_few_short_cells() -> None:
-    wild = [
-        version(n, {f"{'k' * 60}{n % 3}{each}": "v" * 100 for each in range(MAX_KEYS)}) for n in range(1, 51)
-    ]
+    wild = [version(n, {f"{'k' * 60}{n % 3}{each}": "v" * 100 for each in range(MAX_KEYS)}) for n in range(1, 51)]
     found = metadata_columns(wild)
     assert (len(found.keys), found.left_out) == (MOST_COLUMNS, 3 * MAX_KEYS - MOST_COLUMNS)
     cells = [*found.keys, *itertools.chain.from_iterable(found.cells.values())]
@@ -93,9 +93,7 @@ def test_no_number_is_drawn_outside_of_its_picture(values: tuple[float, ...]) ->
 
 
 def tensors(**digests: str) -> tuple[TensorFacts, ...]:
-    return tuple(
-        TensorFacts(name, "BF16", (2, 2), 8, "model.safetensors", digest) for name, digest in digests.items()
-    )
+    return tuple(TensorFacts(name, "BF16", (2, 2), 8, "model.safetensors", digest) for name, digest in digests.items())
 
 
 def side(number: int, found: tuple[TensorFacts, ...], **metadata: float | str) -> Side:
@@ -140,9 +138,7 @@ def test_tensors_are_compared_by_their_digests() -> None:
 
 
 def test_a_comparison_of_many_tensors_names_the_first_of_them() -> None:
-    old = tensors(
-        **{f"layers.{n}.w": "1" for n in range(3 * LAYERS)}, **{f"old.{n}": "1" for n in range(3 * NAMES)}
-    )
+    old = tensors(**{f"layers.{n}.w": "1" for n in range(3 * LAYERS)}, **{f"old.{n}": "1" for n in range(3 * NAMES)})
     new = tensors(**{f"layers.{n}.w": "2" for n in range(3 * LAYERS)})
     found = compare_view(side(1, old), side(2, new))
     assert (len(found.layers), found.more_layers) == (LAYERS, 2 * LAYERS)
@@ -155,9 +151,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("compared")
     with place_of(folder) as found, TrainerClient(found.running.address) as trainer:
         trainer.register_files(MODEL, found.source.files)
-        trainer.push_folder(
-            MODEL, found.source.folder, step=10, metadata={"reward": 0.25, "by": "<ann>"}
-        ).wait(timeout=60)
+        trainer.push_folder(MODEL, found.source.folder, step=10, metadata={"reward": 0.25, "by": "<ann>"}).wait(
+            timeout=60
+        )
         _change(found.source.folder, "model.norm.weight")
         trainer.push_folder(MODEL, found.source.folder, step=20, metadata={"reward": 0.75}).wait(timeout=60)
         trainer.set_ref(MODEL, "prod", 1)
@@ -199,9 +195,7 @@ def test_two_versions_are_compared_by_number_or_ref(place: Place) -> None:
         ({"before": "../x", "after": "1"}, 404),
     ],
 )
-def test_what_cannot_be_compared_is_refused_on_a_page(
-    place: Place, asked: dict[str, str], status: int
-) -> None:
+def test_what_cannot_be_compared_is_refused_on_a_page(place: Place, asked: dict[str, str], status: int) -> None:
     page = httpx.get(f"{place.url}/models/{MODEL}/compare", params=asked)
     assert page.status_code == status
     assert page.headers["content-type"].startswith("text/html")

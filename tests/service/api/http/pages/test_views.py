@@ -1,4 +1,6 @@
-"""Do views say what was read: figures in words, engines in the order of their trouble, times as parts of a bar, tensors in order?"""
+"""Do views say what was read: figures in words, engines in the order of their trouble, times as parts of a bar, tensors
+in order?
+"""
 
 from __future__ import annotations
 
@@ -227,9 +229,7 @@ def test_the_step_that_took_an_engine_to_a_version_is_a_bar_and_words() -> None:
     ]  # fmt: skip
     assert step.total == "1.00 s"
     assert step.times.startswith("receive 250 ms, hear 50 ms, wait 0 ms, stage 200 ms")
-    assert step.moments.startswith(
-        "opened -250 ms, heard +50 ms, begun +50 ms, staged +250 ms, agreed +350 ms"
-    )
+    assert step.moments.startswith("opened -250 ms, heard +50 ms, begun +50 ms, staged +250 ms, agreed +350 ms")
     assert steps_to([stepped(STEP)], 8) == ()
 
 

@@ -69,8 +69,7 @@ def test_a_newcomers_walk_is_seen_on_the_page(
         for rank in early:
             assigned[rank] = raw.declare(MODEL, number, layouts[rank], rank=rank)
         pieces = {
-            rank: cut(stream_of(place.source.arrays, layouts[rank], assigned[rank]), 500)
-            for rank in range(RANKS)
+            rank: cut(stream_of(place.source.arrays, layouts[rank], assigned[rank]), 500) for rank in range(RANKS)
         }
         for rank in early:
             half = pieces[rank][: len(pieces[rank]) * (rank + 2) // (RANKS + 1)]
@@ -108,9 +107,7 @@ def test_a_newcomers_walk_is_seen_on_the_page(
     opened.shows("li:has(.ref:text-is('prod')) .number", "1")
     assert place.running.service.catalog.refs(MODEL)["prod"] == 1
     report(place, "vllm", "http://node-3:8000", 1)
-    report(
-        place, "sglang", "http://node-4:30000", 2, error="node-4 has no room for version 3", state="failing"
-    )
+    report(place, "sglang", "http://node-4:30000", 2, error="node-4 has no room for version 3", state="failing")
     opened.shows(".engines .e-behind", "2 versions behind")
     opened.shows(".engines .reason", "no room")
     opened.shot("page-model")
@@ -138,16 +135,12 @@ def test_a_newcomers_walk_is_seen_on_the_page(
 def following(place: Place, url: str) -> threading.Thread:
     """The agent's command, which follows `latest`."""
     line = ["follow", MODEL, "--engine", "sglang", "--url", url, "--server", place.running.address, "--json"]
-    thread = threading.Thread(
-        target=CliRunner().invoke, args=(commands, [*line, "--count", "9"]), daemon=True
-    )
+    thread = threading.Thread(target=CliRunner().invoke, args=(commands, [*line, "--count", "9"]), daemon=True)
     thread.start()
     return thread
 
 
-def report(
-    place: Place, kind: str, address: str, version: int, *, error: str = "", state: str = "serving"
-) -> None:
+def report(place: Place, kind: str, address: str, version: int, *, error: str = "", state: str = "serving") -> None:
     """Report an engine as another agent does."""
     said = EngineReport(
         kind, MODEL, kind, address, "latest", version, state=state, error=error, host=address[7:13], pid=412,

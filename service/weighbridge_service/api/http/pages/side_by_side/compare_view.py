@@ -1,7 +1,7 @@
 """View of two versions of a model side by side: facts, metadata, and the tensors that differ by their digests. Pure.
 
-The comparison does not read weights. Tensors whose stored bytes have equal digests are equal. All others have changed; ``weighbridge diff``
-measures by how much.
+The comparison does not read weights. Tensors whose stored bytes have equal digests are equal. All others have changed;
+``weighbridge diff`` measures by how much.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """Tensors of a layer with equal dtype and shape in both versions: their number, the number of changed ones, and the size of these as text."""
+    """Tensors of a layer with equal dtype and shape in both versions: their number, the number of changed ones, and the
+    size of these as text.
+    """
 
     layer: str
     tensors: int
@@ -78,8 +80,9 @@ class CompareView:
         facts: facts of both versions, such as step and size.
         metadata: metadata of both versions.
         known: whether the tensors of both versions are known.
-        equal, changed, unknown: of the tensors with equal dtype and shape in both versions, the number of those that are equal, those that have
-            changed, and those without a digest in one version (digests are known once a version is durable).
+        equal, changed, unknown: of the tensors with equal dtype and shape in both versions, the number of those that
+            are equal, those that have changed, and those without a digest in one version (digests are known once a
+            version is durable).
         changed_bytes: size of the changed tensors, as text.
         layers: layers with changed tensors, in the order of their numbers.
         more_layers: number of further layers with changed tensors.
@@ -113,9 +116,7 @@ def compare_view(before: Side, after: Side) -> CompareView:
     others = (
         _named("only in the first", old.keys() - new.keys()),
         _named("only in the second", new.keys() - old.keys()),
-        _named(
-            "different dtype or shape", (a.name for a, b in both if (a.dtype, a.shape) != (b.dtype, b.shape))
-        ),
+        _named("different dtype or shape", (a.name for a, b in both if (a.dtype, a.shape) != (b.dtype, b.shape))),
     )
     return CompareView(
         model=before.version.model,
@@ -160,9 +161,7 @@ def _facts(before: Side, after: Side) -> tuple[Row, ...]:
 
 def _metadata(before: Version, after: Version) -> tuple[Row, ...]:
     old, new = by_trainer(before.metadata), by_trainer(after.metadata)
-    return tuple(
-        _row(key, old.get(key, words.NONE), new.get(key, words.NONE)) for key in sorted({*old, *new})
-    )
+    return tuple(_row(key, old.get(key, words.NONE), new.get(key, words.NONE)) for key in sorted({*old, *new}))
 
 
 def _row(name: str, before: str | float, after: str | float) -> Row:

@@ -1,7 +1,8 @@
-"""Metadata of several versions as columns of a table: the keys that most versions have, and values short enough for a cell. Pure.
+"""Metadata of several versions as columns of a table: the keys that most versions have, and values short enough for a
+cell. Pure.
 
-Trainers may set up to 32 keys and 4096 bytes per version. The table always has few columns and short cells; the version's own page shows all
-metadata.
+Trainers may set up to 32 keys and 4096 bytes per version. The table always has few columns and short cells; the
+version's own page shows all metadata.
 """
 
 from __future__ import annotations
@@ -52,13 +53,11 @@ class MetadataColumns:
 
 
 def metadata_columns(versions: Sequence[Version]) -> MetadataColumns:
-    """The columns of these versions. Keys are sorted by the number of versions with a numeric value, then by the number with any value, then by
-    name."""
+    """The columns of these versions. Keys are sorted by the number of versions with a numeric value, then by the number
+    with any value, then by name."""
     kept = {version.number: readable_metadata(by_trainer(version.metadata)) for version in versions}
     there = Counter(key for metadata in kept.values() for key in metadata)
-    numbers = Counter(
-        key for metadata in kept.values() for key, value in metadata.items() if is_number(value)
-    )
+    numbers = Counter(key for metadata in kept.values() for key, value in metadata.items() if is_number(value))
     ordered = sorted(there, key=lambda key: (-numbers[key], -there[key], key))
     keys = ordered[:MOST_COLUMNS]
     cells = {

@@ -65,9 +65,7 @@ def metadata_plots(versions: Sequence[Version]) -> tuple[Plot, ...]:
         values = {
             (version.step if by_step else version.number): float(value)
             for version in versions
-            if key in version.metadata
-            and is_number(value := version.metadata[key])
-            and not isinstance(value, str)
+            if key in version.metadata and is_number(value := version.metadata[key]) and not isinstance(value, str)
         }
         if len(values) >= _FEWEST:
             found.append(_plot(key, dict(sorted(values.items())), "step" if by_step else "version"))
@@ -93,13 +91,19 @@ def _plot(key: str, values: Mapping[int, float], axis: str) -> Plot:
     )
     least, greatest = cell_of(min(values.values())).text, cell_of(max(values.values())).text
     first, last = min(values), max(values)
-    said = f"{cell_of(key).text} over {axis}s {first} to {last}: from {least} to {greatest}, last {cell_of(list(values.values())[-1]).text}"
+    said = (
+        f"{cell_of(key).text} over {axis}s {first} to {last}: from {least} to {greatest}, last "
+        f"{cell_of(list(values.values())[-1]).text}"
+    )
     line = " ".join(f"{point.x},{point.y}" for point in points)
     return Plot(cell_of(key), points, line, least, greatest, first, last, axis, said)
 
 
 def _scaled(values: Sequence[float], start: int, end: int) -> list[int]:
-    """Values scaled to places from ``start`` to ``end``. Halves are subtracted, so that the difference of large values stays finite."""
+    """Values scaled to places from ``start`` to ``end``.
+
+    Halves are subtracted, so that the difference of large values stays finite.
+    """
     least, greatest = min(values), max(values)
     span = greatest / 2 - least / 2
     if not span or not math.isfinite(span):
