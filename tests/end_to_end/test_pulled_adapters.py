@@ -164,7 +164,7 @@ def test_an_adapter_is_attached_to_a_model_that_is_there_if_that_is_not_known_to
     service.push("acme/attached", f"{BASE}@1")
     with caplog.at_level(logging.WARNING):
         model = from_weighbridge("acme/attached@1", server=engine, base=tiny_model(CONFIG, seed=1))
-    assert f"acme/attached@1 is on {BASE}@1; whether the model" in caplog.text
+    assert f"acme/attached@1 is on {BASE}@1; it is not known whether the model" in caplog.text
     assert torch.equal(log_probabilities(model), log_probabilities(adapted()))
     caplog.clear()
     base = from_weighbridge(f"{BASE}@1", server=engine)

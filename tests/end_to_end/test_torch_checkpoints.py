@@ -375,7 +375,7 @@ def test_a_shard_in_several_places_is_refused_since_a_plan_cannot_say_it() -> No
             planner = DefaultSavePlanner()
             planner.set_up_planner({"weight": shard})
             if several:
-                with pytest.raises(LayoutError, match="consists of several parts"):
+                with pytest.raises(LayoutError, match="lies in several places"):
                     check_one_box(planner, "weight")
             else:
                 check_one_box(planner, "weight")

@@ -153,7 +153,7 @@ class Packaged(Llama):
 
 def test_a_loader_that_fails_is_refused_by_the_tensor_at_which_it_did(source: ModelSource) -> None:
     model = Refusing(CONFIG, 0, 1)
-    with pytest.raises(FailedPrecondition, match=r"ended at .*model\.norm\.weight.* with KeyError"):
+    with pytest.raises(FailedPrecondition, match=r"failed at .*model\.norm\.weight.* with KeyError"):
         started(Alone(model), source)
     assert not any(parameter.is_meta for parameter in model.parameters())
 

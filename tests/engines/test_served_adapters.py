@@ -287,7 +287,7 @@ def test_an_adapter_is_refused_if_its_digest_of_the_base_is_not_that_of_the_vers
         version = client.version(name)
     other = replace(version, metadata={**version.metadata, "weighbridge.base_digest": "ab" * 32})
     monkeypatch.setattr(admissions, "AdapterVersion", SimpleNamespace(of=lambda _: AdapterVersion.of(other)))
-    with pytest.raises(FailedPrecondition, match=f"with the digest {'ab' * 6}, .* serves another acme/smol@1"):
+    with pytest.raises(FailedPrecondition, match=f"with the digest {'ab' * 6}, .* serves a different acme/smol@1"):
         asyncio.run(admitted(place.admission(Server([engine])), name))
     assert not engine.reads
     monkeypatch.setattr(admissions, "AdapterVersion", AdapterVersion)

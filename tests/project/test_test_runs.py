@@ -103,6 +103,7 @@ def test_cheap_runs_leave_out_what_the_list_names_and_nothing_else(
     tmp_path: Path,
 ) -> None:
     assert costly.listed({"a::b": 2.0, "a::a[1]": 0.9, "a::c": 0.1}) == "a::a[1]\na::b\n"
+    assert costly.listed({"a::b": 2.0, "a::c": 0.1}, ["a::a"]) == "a::a\na::b\n"
     (tmp_path / "test_x.py").write_text("def test_a(): pass\ndef test_b(): pass\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "costly.txt").write_text("test_x.py::test_b\n")
@@ -122,6 +123,27 @@ def test_cheap_runs_leave_out_what_the_list_names_and_nothing_else(
     assert ran("--cheap") == ["test_x.py::test_a"]
     assert ran() == ran("--record-costly") == ["test_x.py::test_a", "test_x.py::test_b"]
     assert (tmp_path / "costly.txt").read_text() == ""
+
+
+def test_a_file_of_which_no_test_is_run_leaves_the_next_one_alone(tmp_path: Path) -> None:
+    for name in ("a/test_a.py", "a/test_b.py", "c/test_c.py"):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        (file.parent / "__init__.py").touch()
+        file.write_text("def test_it(): pass\n")
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_collection_modifyitems(items):\n"
+        "    items[:] = [each for each in items if not each.nodeid.endswith('test_b.py::test_it')]\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-n", "1", "--dist", "loadfile", "-rA"]
+    command += ["-p", "tests.support.file_items"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert re.findall(r"^(?:PASSED|ERROR) (\S+)", ran.stdout, re.MULTILINE) == [
+        "a/test_a.py::test_it",
+        "c/test_c.py::test_it",
+    ]
 
 
 def test_the_documents_name_the_rounds_of_each_test() -> None:

@@ -1,6 +1,4 @@
-"""Engine of a page: a llama over tensor-parallel ranks, and what it adds to start from the service and go from version
-to version.
-"""
+"""An engine of your own: a llama over tensor-parallel ranks that starts from the service and updates to new versions."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ COLUMNS = ("o_proj", "down_proj")
 
 
 class Llama(torch.nn.Module):
-    """One rank's parameters: q, k and v in one, gate and up in one; all cut by rows but two by columns, and norms
-    whole.
-    """
+    """One rank's parameters. q, k and v are one, and gate and up are one; norms are whole, two are cut by columns."""
 
     def __init__(self, config, rank, size):
         super().__init__()

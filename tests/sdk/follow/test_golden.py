@@ -205,7 +205,7 @@ def test_metadata_of_any_client_that_is_no_golden_prompt_ends_no_agent_and_no_pa
 def test_options_of_many_pushes_take_none(tmp_path: Path) -> None:
     from weighbridge.integrations.transformers.trainer_callback import PushCallback
 
-    with pytest.raises(InvalidArgument, match="golden is of one version"):
+    with pytest.raises(InvalidArgument, match="golden is for one version"):
         PushCallback(MODEL, "127.0.0.1:1", golden=[GoldenPrompt((1, 2), (-1.0,))])
 
 

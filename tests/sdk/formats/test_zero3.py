@@ -65,7 +65,7 @@ def test_a_module_is_read_by_its_ranges_and_filled_with_the_copies_that_it_keeps
 
 
 def test_what_has_no_numbers_to_push_is_refused_by_name() -> None:
-    with pytest.raises(LayoutError, match=r"a is empty.*give the module itself"):
+    with pytest.raises(LayoutError, match=r"a is empty.*pass the module itself"):
         torch_shards(_module().state_dict(), MODEL)
     module = _module()
     module.a.ds_tensor.ds_quant_scale = torch.ones(1)  # type: ignore[union-attr]

@@ -299,7 +299,7 @@ def test_without_a_policy_nothing_is_protected_and_what_is_stays_so(tmp_path: Pa
                 act()
         with pytest.raises(FailedPrecondition, match="protected: prod"):
             anybody.delete_model(MODEL)
-        with pytest.raises(FailedPrecondition, match="what prod names"):
+        with pytest.raises(FailedPrecondition, match="is the target of prod"):
             anybody.delete_version(MODEL, 1)
         anybody.set_ref(MODEL, "other", 2)
 

@@ -295,7 +295,7 @@ def test_a_store_that_is_away_is_said_once_and_again_when_it_is_back(
             verdict = publisher.look(do.LookAtHead()).verdict
             assert verdict is (on.Verdict.UNKNOWN if away else on.Verdict.OPEN)
     said = [each.getMessage() for each in caplog.records if each.name == Publisher.__module__]
-    assert [("cannot" in text, "again" in text) for text in said] == [
+    assert [("could not" in text, "again" in text) for text in said] == [
         (True, False),
         (False, True),
         (True, False),

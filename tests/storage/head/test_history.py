@@ -231,7 +231,7 @@ def test_a_tag_may_name_a_version_in_the_tree_and_keeps_it_there(watched: Watche
     heads.edit(SMOL, lambda history: (set_ref(history, "prod", 5), None))
     push_many(heads, 3 * MOST_RECENT)
     assert stored(watched, SMOL).head.ref_numbers == {"prod": 5, "latest": 6 * MOST_RECENT}
-    with pytest.raises(FailedPrecondition, match="prod names"):
+    with pytest.raises(FailedPrecondition, match="is the target of prod"):
         heads.edit(SMOL, lambda history: (delete_versions(history, [5], 5), None))
 
 

@@ -64,7 +64,7 @@ def test_a_version_has_so_many_signatures_and_no_more(store: ObjectStore) -> Non
 def test_one_identity_leaves_places_for_the_signatures_of_others(store: ObjectStore) -> None:
     for number in range(MOST_OF_ONE):
         write_signature(store, NAME, 17, b"%d of ann" % number, "ann")
-    with pytest.raises(ResourceExhausted, match="ann has put 4 signatures"):
+    with pytest.raises(ResourceExhausted, match="ann has added 4 signatures"):
         write_signature(store, NAME, 17, b"one more", "ann")
     write_signature(store, NAME, 17, b"of bob", "bob")
     assert write_signature(store, NAME, 17, b"of bob", "ann") == digest(b"of bob"), "it is there already"

@@ -121,10 +121,10 @@ def test_a_ranks_blob_is_a_tensor_of_its_own_behind_its_shards() -> None:
 @pytest.mark.parametrize(
     ("parts", "told"),
     [
-        ({}, "trainer of rank_state.00000 holds a NoneType"),
-        ({"trainer": 3, "state": [], "rank_state": None}, "trainer of rank_state.00000 holds a int"),
-        ({"trainer": {}, "state": [], "rank_state": {}}, "state of rank_state.00000 holds a list"),
-        ({"trainer": {}, "state": {}, "rank_state": {0: 1}}, "rank_state of rank_state.00000 holds a dict"),
+        ({}, "trainer of rank_state.00000 contains a NoneType"),
+        ({"trainer": 3, "state": [], "rank_state": None}, "trainer of rank_state.00000 contains a int"),
+        ({"trainer": {}, "state": [], "rank_state": {}}, "state of rank_state.00000 contains a list"),
+        ({"trainer": {}, "state": {}, "rank_state": {0: 1}}, "rank_state of rank_state.00000 contains a dict"),
     ],
 )
 def test_a_blob_without_values_by_name_is_refused_by_the_part_that_has_none(parts: dict[str, Any], told: str) -> None:
