@@ -28,7 +28,7 @@ class TraceParents(TraceContextTextMapPropagator):
     def extract(
         self, carrier: CarrierT, context: Context | None = None, getter: Getter[CarrierT] = default_getter
     ) -> Context:
-        """The context of a request, with its caller's span if there is exactly one header."""
+        """Context of a request. It contains the caller's span if the request has exactly one ``traceparent`` header."""
         found = getter.get(carrier, HEADER) or []
         if len(found) != 1 or len(found[0]) != _LENGTH:
             return Context() if context is None else context

@@ -40,8 +40,8 @@ class Adapters:
 
     Args:
         connection: connection of the client.
-        known: cache of the tensors of models, and of the places of Megatron-core's tensors in a base.
-        pushes: makes the pushes.
+        known: cache of each model's tensors, and of the mapping from Megatron-core tensors to tensors of the base.
+        pushes: object that performs the pushes.
     """
 
     def __init__(self, connection: Connection, known: KnownTensors, pushes: Pushes) -> None:

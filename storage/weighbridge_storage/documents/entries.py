@@ -267,7 +267,7 @@ class PinEntry:
 
 @dataclass(frozen=True, slots=True)
 class ProtectionEntry:
-    """Conditions for changes of a protected ref.
+    """Conditions for changing a protected ref.
 
     Attributes:
         approvals: number of approvals required from identities other than the requesting one; may be 0.

@@ -174,7 +174,7 @@ def test_what_metadata_has_no_room_for_is_refused_before_anything_is_pushed(plac
     ):
         with pytest.raises(InvalidArgument, match=message):
             place.push(1, golden=given)
-    with pytest.raises(InvalidArgument, match="max_drift is a bound"):
+    with pytest.raises(InvalidArgument, match="max_drift applies only"):
         place.push(1, max_drift=0.1)
     with pytest.raises(InvalidArgument, match=PROMPTS):
         place.push(1, metadata={PROMPTS: "[[1, 2]]"})

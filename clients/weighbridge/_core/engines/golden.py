@@ -190,7 +190,7 @@ def golden_of(
     """
     if golden is None:
         if max_drift is not None:
-            raise InvalidArgument("max_drift is a bound of golden prompts, and there are none", fix="give golden=...")
+            raise InvalidArgument("max_drift applies only to golden prompts, and there are none", fix="pass golden=...")
         return None
     if isinstance(golden, str | os.PathLike):
         golden = GoldenPrompts.read(golden)

@@ -36,7 +36,7 @@ class SideFiles:
 
     Attributes:
         files: content by name; names of files in folders contain slashes. ``config.json`` is included.
-        left_out: why each other file or folder was excluded, by name, except weights and hidden files.
+        left_out: reason for each excluded file or folder, by name. Weights and hidden files are not listed.
     """
 
     files: dict[str, bytes] = field(repr=False)

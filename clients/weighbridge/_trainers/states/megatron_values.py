@@ -133,7 +133,7 @@ def _matched(own: Sequence[_Identity], kept: Sequence[Mapping[str, Any]]) -> lis
                 if there
                 else "no state of an optimizer was pushed"
             ),
-            fix="build the optimizer with the settings that it was pushed with, or leave optimizer= out",
+            fix="build the optimizer with the same settings as when it was pushed, or leave optimizer= out",
         )
     by_identity = dict(zip(there, kept, strict=True))
     # expert parallelism splits one group into two, and one of them belongs to the experts
@@ -143,8 +143,8 @@ def _matched(own: Sequence[_Identity], kept: Sequence[Mapping[str, Any]]) -> lis
     missing = [str(each) for each, values in zip(own, found, strict=True) if values is None]
     if missing:
         raise LayoutError(
-            f"{counted(len(missing), 'group')} of parameters were not pushed",
+            f"the push did not have {counted(len(missing), 'parameter group')} of the optimizer",
             details=missing,
-            fix="build the optimizer with the settings that it was pushed with",
+            fix="build the optimizer with the same settings as when it was pushed",
         )
     return [values for values in found if values is not None]

@@ -93,7 +93,7 @@ def check_tensors(known: Iterable[TensorSpec], found: Iterable[TensorSpec], vers
     """Refuse a version whose tensors differ from those of the previous version; their dtypes may differ.
 
     Raises:
-        FailedPrecondition: names tensors that are missing, too many or of another shape.
+        FailedPrecondition: tensors are missing, unexpected or have a different shape; the message names them.
     """
     before = {spec.name: spec.shape for spec in known}
     now = {spec.name: spec.shape for spec in found}

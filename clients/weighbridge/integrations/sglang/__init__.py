@@ -1,10 +1,10 @@
-"""Adapter to SGLang: a server starts from the service, and updates to any version while it runs.
+"""SGLang integration: a server loads its first weights from the service, and can switch to any version while it runs.
 
 Each rank fetches only its own slices.
 
 From SGLang 0.5.12 on, it is enough to install weighbridge next to SGLang, which finds `plugin` by its entry point in
 every process. A model path ``weighbridge://HOST:PORT/NAMESPACE/NAME@VERSION`` makes a server start from the service.
-Weight updates name `load` as their ``load_format``. `weighbridge.follow.sglang` drives a running server over HTTP.
+For weight updates, set ``load_format`` to `load`. `weighbridge.follow.sglang` drives a running server over HTTP.
 """
 
 # May import: `engine_rank`, `follow`, `_lazy`, `_clients` and folders below, and SGLang.

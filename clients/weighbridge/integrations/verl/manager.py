@@ -179,7 +179,7 @@ async def _on_each(calls: Sequence[Awaitable[None]], number: int) -> None:
 
 
 async def _all(calls: Iterable[Awaitable[Any]]) -> None:
-    """Wait until all have ended; raises the error of the first that failed."""
+    """Wait for all tasks, then raise the error of the first that failed, if any."""
     ended = await asyncio.gather(*calls, return_exceptions=True)
     for each in ended:
         if isinstance(each, BaseException):

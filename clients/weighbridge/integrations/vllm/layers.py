@@ -49,7 +49,7 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
 
 
 def names_loaded(model: torch.nn.Module) -> set[str]:
-    """Names of the tensors that layers have in checkpoint format or now."""
+    """Names of the layers' tensors, both in checkpoint format and in their current format."""
     return {
         full_name(prefix, name)
         for prefix, layer in named_layers(model)

@@ -129,7 +129,7 @@ class ImageWriter:
         """Write the pieces of one call; see `write`. Returns the number of bytes written.
 
         Args:
-            rank: the rank whose stream it is.
+            rank: the rank that sent the pieces.
             pieces: byte offset, data and checksum of each.
             count: called with the number of bytes of each piece that was written.
         """

@@ -144,9 +144,9 @@ class Tensors:
     Attributes:
         model, number: model and number of the version.
         rows: the tensors.
-        query: the string that names were searched for.
+        query: string to search for in tensor names.
         first: index of the page's first tensor among those found.
-        found, total: number of tensors found, and of all tensors.
+        found, total: number of tensors that match, and number of tensors in the version.
         pictures: whether the viewer may see their distributions.
     """
 
