@@ -3,7 +3,7 @@ each "node".
 
 All take place on one machine, in turn, round by round. A node is a service with a socket of its own, and the half of
 the ranks that push to it. Two services are compared with one to which the same bytes go by the same lanes: where
-pipeline stages lie on nodes, all by shared memory; where every tensor lies on both nodes, half of them by gRPC, from
+pipeline stages lie on nodes, all by shared memory; where every tensor lies on both nodes, half of them over gRPC, from
 ranks that have no lane, as if on another machine. Ratios are medians of the rounds' ratios.
 """
 

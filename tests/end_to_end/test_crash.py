@@ -160,7 +160,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[TinyModel]:
 
 @pytest.fixture(params=["off", "lane.sock"])
 def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[KillableService]:
-    """With a socket, clients share its memory when they find it, and go by gRPC when they do not."""
+    """With a socket, clients share its memory when they find it, and go over gRPC when they do not."""
     where = request.param if request.param == "off" else str(tmp_path / request.param)
     killable = KillableService(tmp_path / "store", local_socket=where)
     yield killable

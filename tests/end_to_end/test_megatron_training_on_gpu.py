@@ -100,7 +100,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
     ("case", "others"),
     [
         pytest.param(DENSE, OTHERS, id="dense, local lane"),
-        pytest.param(CUT, [Parallel(dp=GPUS)], id="dense, cut, by gRPC", marks=SEVERAL),
+        pytest.param(CUT, [Parallel(dp=GPUS)], id="dense, cut, over gRPC", marks=SEVERAL),
         pytest.param(EXPERTS, [Parallel(dp=GPUS)], id="experts", marks=SEVERAL),
     ],
 )
@@ -110,7 +110,7 @@ def test_training_on_gpus_goes_on_after_all_ranks_were_killed(
     check_that_it_goes_on_after_kills(run_ranks, service.address, tmp_path, case, others)
 
 
-@pytest.mark.parametrize("case", [DENSE, CUT], ids=["local lane", "cut, by gRPC"])
+@pytest.mark.parametrize("case", [DENSE, CUT], ids=["local lane", "cut, over gRPC"])
 def test_a_manager_saves_every_step_on_gpus_and_brings_back_the_last(
     service: RunningService, tmp_path: Path, case: Case
 ) -> None:

@@ -74,7 +74,7 @@ CELLS = (
     Cells(
         "end_to_end/test_torch_trainers.py::test_a_rank_of_zero_3_takes_memory_for_its_own_ranges_and_not_for_the_model",
         ("local",),
-        ("what is copied is decided before the lane; bytes by gRPC are those of "
+        ("what is copied is decided before the lane; bytes over gRPC are those of "
         "test_what_ranks_share_is_pulled_whole_and_fills_other_meshes_bit_for_bit"),
     ),
     Cells(

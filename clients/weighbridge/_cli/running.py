@@ -65,7 +65,7 @@ class Command(click.Command):
 
 
 def client_options(function: F) -> F:
-    """Add ``--server`` and ``--json``, which commands have that talk to a service by gRPC."""
+    """Add ``--server`` and ``--json``, which commands have that talk to a service over gRPC."""
     server = click.option(
         "--server",
         envvar="WEIGHBRIDGE_SERVER",

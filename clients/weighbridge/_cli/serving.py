@@ -100,7 +100,7 @@ from weighbridge._core.text.extras import needs_extra
     metavar="UID",
     help="A user, besides the service's own, whose trainers write weights to the service's memory "
     "themselves; can be given several times. "
-    "Others push by gRPC. These users could change that memory later: name only those whom "
+    "Others push over gRPC. These users could change that memory later: name only those whom "
     "you would let run as the service's user.",
 )
 @click.option(

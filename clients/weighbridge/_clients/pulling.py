@@ -85,7 +85,7 @@ class PullRun:
             return
         try:
             if self._plan.dtype:
-                raise FailedPrecondition("a cast is made by the service, and sent by gRPC")
+                raise FailedPrecondition("a cast is made by the service, and sent over gRPC")
             loan = self._lane.read(version.model, version.number, self._plan.request, self._plan.layout)
         except WeighbridgeError as error:
             self.lane_reason = self._lane.refused(error, f"pull of {version}")

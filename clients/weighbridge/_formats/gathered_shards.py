@@ -313,7 +313,7 @@ class OpenPassing:
 
     Attributes:
         make: creates the shards from that layout.
-        buffer_bytes: host memory for the part of them that is sent by gRPC.
+        buffer_bytes: host memory for the part of them that is sent over gRPC.
     """
 
     make: Callable[[Layout], GatheredShards]

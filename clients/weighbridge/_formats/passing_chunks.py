@@ -30,7 +30,7 @@ class PassingChunks:
 
     Args:
         stream: layout of the rank's shards.
-        streamed: parts of it that are sent by gRPC.
+        streamed: parts of it that are sent over gRPC.
         staging: pool of the buffers.
         nbytes: size of both buffers together.
         send: called in another thread, for one chunk at a time.
@@ -57,7 +57,7 @@ class PassingChunks:
             self._chunk.release()
 
     def take(self, passing: Passing) -> None:
-        """Copy the parts of shards that are sent by gRPC. Raises the error of an earlier chunk's send."""
+        """Copy the parts of shards that are sent over gRPC. Raises the error of an earlier chunk's send."""
         part = self._stream.select(passing.indexes)
         for index, place in zip(passing.indexes, part.placements, strict=True):
             placement = self._stream.placements[index]

@@ -45,7 +45,7 @@ class WriteLoan:
     """Memory that a rank writes its stream to; made by `LocalLane.write`.
 
     Attributes:
-        streamed: the parts of the stream that belong elsewhere, and are sent by gRPC.
+        streamed: the parts of the stream that belong elsewhere, and are sent over gRPC.
     """
 
     def __init__(

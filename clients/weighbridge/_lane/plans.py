@@ -26,7 +26,7 @@ class PlacedPlan:
 
     Attributes:
         copies: for each shard, where which of its bytes lie in the memories.
-        streamed: the parts of the stream that no copy covers, sorted and disjoint; they are sent by gRPC.
+        streamed: the parts of the stream that no copy covers, sorted and disjoint; they are sent over gRPC.
     """
 
     copies: list[ShardCopies]

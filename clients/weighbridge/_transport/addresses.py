@@ -106,7 +106,7 @@ def _check(address: str) -> None:
     scheme, url, rest = address.partition("://")
     if url and "/" not in rest.rstrip("/"):
         raise InvalidArgument(
-            f"{address[:200]!r} is a URL, and the service is reached by gRPC",
+            f"{address[:200]!r} is a URL, and the service is reached over gRPC",
             fix=f"write HOST:PORT, with its gRPC port, such as {rest.partition(':')[0] or '127.0.0.1'}:{_PORT}",
         )
     if scheme.startswith("unix:"):

@@ -38,7 +38,7 @@ class WeighbridgeTransfer:
         step: returns the step of a version, such as ``lambda: trainer.state.global_step``; by default the number of
             versions sent.
         pause_mode: treatment of running requests: ``keep`` them, as TRL does, ``wait`` for them, or ``abort`` them.
-        buffer_bytes: host memory for data that is sent by gRPC.
+        buffer_bytes: host memory for data that is sent over gRPC.
         start_seconds: how long to wait for servers that are starting.
         settings: ``hf_dir``, ``dtype``, ``run``, ``cast``, ``lane``, ``engine_server``, ``retry_seconds``,
             ``stale_drafter``: as for `PluginSettings`.

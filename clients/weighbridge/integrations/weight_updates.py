@@ -217,7 +217,7 @@ class UpdateSender:
             weights: name and whole tensor of each.
             step: the training step; by default the number of updates that this rank has sent.
             rank, ranks: this rank, and the number of ranks.
-            buffer_bytes: host memory for data that is sent by gRPC.
+            buffer_bytes: host memory for data that is sent over gRPC.
             held: as for `TrainerClient.push_gathered`.
 
         Raises:

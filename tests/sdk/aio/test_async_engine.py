@@ -279,7 +279,7 @@ def test_hundreds_of_watches_on_one_loop_hear_of_a_version_and_leave_no_call_beh
 async def held_pull(
     service: RunningService, connections: int, begin: Callable[[AsyncPull], Awaitable[T]]
 ) -> AsyncIterator[asyncio.Task[T]]:
-    """A pull by gRPC that has come to its middle, and stands still there."""
+    """A pull over gRPC that has come to its middle, and stands still there."""
     since = NewThreads()
     with Gate(service.address) as gate:
         async with AsyncEngineClient(gate.address, lane="grpc", connections=connections) as client:

@@ -233,7 +233,7 @@ def test_an_agent_that_follows_a_ref_that_is_not_there_says_so(service: RunningS
 @pytest.mark.parametrize(
     ("server", "says", "do"),
     [
-        ("http://127.0.0.1:50051", "is a URL, and the service is reached by gRPC", "such as 127.0.0.1:50051"),
+        ("http://127.0.0.1:50051", "is a URL, and the service is reached over gRPC", "such as 127.0.0.1:50051"),
         ("127.0.0.1", "has no port between 1 and 65535", "such as 127.0.0.1:50051"),
     ],
 )

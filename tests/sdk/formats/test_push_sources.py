@@ -1,4 +1,4 @@
-"""Are the parts of a stream that go by gRPC the bytes that the shards have there, whatever else is written to
+"""Are the parts of a stream that go over gRPC the bytes that the shards have there, whatever else is written to
 memory?
 """
 

@@ -148,7 +148,7 @@ def push_ranks(
 
 
 def assert_served(address: str, number: int, arrays: Arrays) -> None:
-    """The version's bytes, as they come by gRPC."""
+    """The version's bytes, as they come over gRPC."""
     with EngineClient(address, lane="grpc") as client:
         found = dict(client.pull(MODEL, number))
     assert found.keys() == arrays.keys()

@@ -67,7 +67,7 @@ def test_a_reader_that_keeps_each_version_is_refused_by_name_and_pushes_go_on(
         assert 2 <= len(kept) <= 4
         assert refused.startswith("anonymous (uid ")
         assert f"keeps {len(kept)} images of" in refused
-        # by gRPC it is served as before
+        # over gRPC it is served as before
         pull = any_lane.pull(MODEL, "live")
         assert dict(pull)[NAME].numpy().tobytes() == source.arrays[NAME].tobytes()
         assert pull.lane == "grpc"

@@ -458,7 +458,7 @@ def test_a_range_is_collected_as_it_was_scattered(seed: int) -> None:
 
 
 def test_marks_are_revoked_as_soon_as_a_process_that_has_a_grant_may_write_over_what_came_otherwise() -> None:
-    """A rank pushes by gRPC while a process of it may still write to the image: which of the two is last is not
+    """A rank pushes over gRPC while a process of it may still write to the image: which of the two is last is not
     known.
     """
     bench = Bench()
@@ -496,7 +496,7 @@ def test_marks_are_revoked_by_a_grant_over_a_piece_that_is_still_being_copied(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_tensor_is_marked_when_its_last_byte_is_in_place_and_not_before(seed: int) -> None:
-    """Pieces of any size in any order, by gRPC and by grants with reports; the reader comes at any time."""
+    """Pieces of any size in any order, over gRPC and by grants with reports; the reader comes at any time."""
     dice, bench = random.Random(seed), Bench(seed)
     [image], layout = bench.images, bench.files.layout
     granted = {rank: bench.writer.grant(rank) for rank in dice.sample(range(RANKS), 2)}

@@ -167,12 +167,12 @@ def check_lane(reading: LaneReading) -> Check:
     if reading.missing and not reading.same_host:
         return Check.ok(
             name,
-            f"{reading.socket} is not on this machine: weights go by gRPC, as to any other machine",
+            f"{reading.socket} is not on this machine: weights go over gRPC, as to any other machine",
         )
     if reading.missing:
         return Check.warn(
             name,
-            f"{reading.socket} does not exist for this process: weights go by gRPC, through the kernel's loopback",
+            f"{reading.socket} does not exist for this process: weights go over gRPC, through the kernel's loopback",
             (
                 "in a container, mount the folder of the socket at the same path (serve "
                 "--local-socket /run/weighbridge/lane.sock)"
@@ -180,7 +180,7 @@ def check_lane(reading: LaneReading) -> Check:
         )
     return Check.warn(
         name,
-        f"{reading.socket} cannot be used: {reading.error}; weights go by gRPC",
+        f"{reading.socket} cannot be used: {reading.error}; weights go over gRPC",
         "run as the service's user, or have it use a folder that this user may enter (serve --local-socket)",
     )
 

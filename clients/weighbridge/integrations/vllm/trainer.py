@@ -52,7 +52,7 @@ class WeighbridgeTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM
             the ranks identify an update by the number of the send.
         cast: which casts to the registered dtype a push may make, as for `TrainerClient.push_state_dict`.
         lane: how weights travel: ``grpc``, ``local`` or ``auto``.
-        buffer_bytes: host memory of a rank for data that is sent by gRPC.
+        buffer_bytes: host memory of a rank for data that is sent over gRPC.
         retry_seconds: how long to retry while the service is unreachable.
         stale_drafter: policy for updates that leave the engines' drafter behind: ``refuse`` or ``allow``; None keeps
             their start setting.
