@@ -94,7 +94,7 @@ def vllm_updates(recorded: Recorded) -> Chart:
     groups = {}
     for case in cases:
         ranks = f"{case['ranks']} rank{'s' if case['ranks'] > 1 else ''}"
-        groups[f"{ranks}, by {lanes[case['lane']]}"] = tuple(
+        groups[f"{ranks}, over {lanes[case['lane']]}"] = tuple(
             Bar(label, (("more", case["seconds"][f"{way} bytes"]), ("ours", case["seconds"][f"{way} pause"])))
             for way, label in (
                 ("loader", "vLLM's loader, whole tensors"),

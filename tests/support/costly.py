@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.costs import costs_of
 
-COSTLY_SECONDS = 0.8
+COSTLY_SECONDS = 0.55
 LIST = Path(__file__).parents[1] / "costly.txt"
 
 
