@@ -54,7 +54,7 @@ def test_probes_metrics_and_documentation(web: Web) -> None:
     assert web.http.get("/docs").status_code == 200
     document = web.http.get("/openapi.json").json()
     operations = [operation for path in document["paths"].values() for operation in path.values()]
-    assert len({operation["operationId"] for operation in operations}) == len(operations) >= 39
+    assert len({operation["operationId"] for operation in operations}) == len(operations) == 39
     for operation in operations:
         assert operation["description"]
         assert "application/problem+json" in operation["responses"]["default"]["content"]
