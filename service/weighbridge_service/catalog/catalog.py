@@ -456,24 +456,52 @@ class Catalog:
 
         With ``where``, only versions whose metadata meets all conditions, among the next `MOST_LOOKED_AT` versions.
         """
-        found: list[Version] = []
-        for _ in range(MOST_LOOKED_AT // _PAGE):
-            size = _PAGE if where else limit
-            page = self._page_of_versions(name, before=before, limit=size, include_invisible=include_invisible)
-            found += [version for version in page if all_hold(where, version.metadata)]
+
+        def wanted(version: Version) -> Version | None:
+            return version if all_hold(where, version.metadata) else None
+
+        return self._with_lacks(self.listed_versions(name, wanted, before, limit, include_invisible=include_invisible))
+
+    def listed_versions(
+        self, name: str, of: Callable[[Version], T | None], before: int, limit: int, *, include_invisible: bool = False
+    ) -> list[T]:
+        """A page of results of ``of`` for each version of a model, newest first.
+
+        Args:
+            name: ``namespace/name``.
+            of: computes the result from a version; None leaves the version out. At most `MOST_LOOKED_AT` are read.
+            before: the page begins with the newest version below this number; 0 for the first page.
+            limit: maximum number of results.
+            include_invisible: whether to also list versions that are being received or have failed.
+
+        Raises:
+            NotFound: the model does not exist.
+        """
+        found: list[T] = []
+        read, size = 0, limit
+        while read < MOST_LOOKED_AT:
+            size = min(size, MOST_LOOKED_AT - read)
+            _head, page = self.page_of_versions(name, before, size, include_invisible=include_invisible)
+            found += [result for result in map(of, page) if result is not None]
             if len(page) < size or len(found) >= limit:
                 break
-            before = page[-1].number
-        return self._with_lacks(found[:limit])
+            read, before, size = read + size, page[-1].number, _PAGE
+        return found[:limit]
 
-    def _page_of_versions(self, name: str, *, before: int, limit: int, include_invisible: bool) -> list[Version]:
+    def page_of_versions(
+        self, name: str, before: int, limit: int, *, include_invisible: bool = False
+    ) -> tuple[Head, list[Version]]:
+        """Up to ``limit`` versions with numbers below ``before``, newest first, and the head that they are from.
+
+        Arguments and errors as `listed_versions`.
+        """
         model_name = ModelName.parse(name)
         known = self.snapshots.of_model(model_name)
         # read after the snapshots, so that it contains versions that have become durable since
         history = self.history(model_name)
         if include_invisible:
             history = self.without_orphans(model_name, history, history.head.open)
-        return page_of(model_name, history, known, before, limit, include_invisible=include_invisible)
+        return history.head, page_of(model_name, history, known, before, limit, include_invisible=include_invisible)
 
     def refs(self, name: str) -> dict[str, int]:
         """Version number by ref."""

@@ -101,11 +101,7 @@ class Reader:
             WeighbridgeError: the store cannot be read.
         """
         service, model = self._service, ModelName.parse(name)
-        known = service.catalog.snapshots.of_model(model)
-        history = service.catalog.history(model)
-        history = service.catalog.without_orphans(model, history, history.head.open)
-        head = history.head
-        versions = page_of(model, history, known, before, VERSIONS + 1, include_invisible=True)
+        head, versions = service.catalog.page_of_versions(name, before, VERSIONS + 1, include_invisible=True)
         found = summary_from_head(model, head, service.catalog.refs_of(model, head))
         return model_view.ModelFacts(
             model=replace(found, adapters=tuple(filter(sees, found.adapters))),
