@@ -28,6 +28,18 @@ PAGE, LARGEST_PAGE = 100, 1000
 """Default and maximum number of items in a page."""
 
 
+def version_before(token: str) -> int:
+    """Number below which a page of versions begins, from the page token; 0 for the first page. Raises
+    InvalidArgument.
+    """
+    token = token or "0"
+    if not token.isascii() or not token.isdigit() or len(token) > 12:
+        raise InvalidArgument(
+            f"{token[:40]!r} is not a page token", fix="pass the token that the previous page returned"
+        )
+    return int(token)
+
+
 class Bodies:
     """Implementations of the operations: one method for each operation, with the operation's name. It receives the
     caller and the operation's arguments by name.
@@ -62,14 +74,9 @@ class Bodies:
         after: str,
         size: int,
     ) -> list[Version]:
-        before = after or "0"
-        if not before.isascii() or not before.isdigit() or len(before) > 12:
-            raise InvalidArgument(
-                f"{before[:40]!r} is not a page token", fix="pass the token that the previous page returned"
-            )
         return self._catalog.list_versions(
             model,
-            before=int(before),
+            before=version_before(after),
             limit=size,
             include_invisible=include_invisible,
             where=conditions(where),
