@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any, TypeVar
 
 from weighbridge._core import dtypes
@@ -268,14 +269,14 @@ def version_to_proto(version: Version) -> resources_pb2.Version:
 def fields_of(value: JsonValue) -> dict[str, Any]:
     """A value's fields as the fields of its message."""
     kind: Any = type(value)
-    found = {name: written(getattr(value, name)) for name in names_of(kind)}
-    if isinstance(value, Version):
-        found |= {"state": _STATES[value.state], "metadata": metadata_to_proto(value.metadata)}
-    return found
+    return {
+        name: getattr(value, name) if write is None else write(getattr(value, name))
+        for name, _read, write in _fields(kind)
+    }
 
 
 def written(value: Any) -> Any:
-    """Field of a message for a field of a value; nested values are converted too."""
+    """A value, or a list of values, as the field of a message."""
     match value:
         case JsonValue():
             return fields_of(value)
@@ -334,31 +335,37 @@ def read(kind: Callable[..., R], message: Any) -> R:
     return kind(
         *[
             getattr(message, name) if convert is None else convert(getattr(message, name))
-            for name, convert in _readers(kind)
+            for name, convert, _write in _fields(kind)
         ]
     )
 
 
+_Convert = Callable[[Any], Any] | None
+
+
 @functools.cache
-def _readers(kind: Any) -> list[tuple[str, Callable[[Any], Any] | None]]:
-    """The converter of each field of a dataclass from a message's field; None where they are equal."""
-    found: list[tuple[str, Callable[[Any], Any] | None]] = []
+def _fields(kind: Any) -> list[tuple[str, _Convert, _Convert]]:
+    """The name of each field of a dataclass, and its converters from and to a message's field; None where they are
+    equal.
+    """
     hints = typing.get_type_hints(kind)
-    for name in names_of(kind):
-        hint = hints[name]
-        inner = next(iter(typing.get_args(hint)), None)
-        if hint is VersionState:
-            found.append((name, _known_state))
-        elif hint == Metadata:
-            found.append((name, metadata_from_proto))
-        elif dataclasses.is_dataclass(hint):
-            found.append((name, functools.partial(read, typing.cast("type", hint))))
-        elif inner is not None and dataclasses.is_dataclass(inner):
-            found.append((name, functools.partial(_read_all, typing.cast("type", inner))))
-        else:
-            containers: dict[Any, Callable[[Any], Any]] = {tuple: tuple, Mapping: _sorted}
-            found.append((name, containers.get(typing.get_origin(hint))))
-    return found
+    return [(name, *_converters(hints[name])) for name in names_of(kind)]
+
+
+def _converters(hint: Any) -> tuple[_Convert, _Convert]:
+    inner = next(iter(typing.get_args(hint)), None)
+    if hint is VersionState:
+        return _known_state, _STATES.__getitem__
+    if hint == Metadata:
+        return metadata_from_proto, metadata_to_proto
+    if dataclasses.is_dataclass(hint):
+        return functools.partial(read, typing.cast("type", hint)), fields_of
+    if inner is not None and dataclasses.is_dataclass(inner):
+        return functools.partial(_read_all, typing.cast("type", inner)), written
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return None, json_value
+    containers: dict[Any, _Convert] = {tuple: tuple, Mapping: _sorted}
+    return containers.get(typing.get_origin(hint)), None
 
 
 def _sorted(entries: Mapping[str, Any]) -> dict[str, Any]:

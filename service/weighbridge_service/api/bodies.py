@@ -104,8 +104,7 @@ class Bodies:
         return self._gates.ask(model, ref, REQUEST_UNPROTECT, peer, request_id=request_id, note=note)
 
     def list_refs(self, peer: Peer, *, model: str) -> ModelRefs:
-        refs = self._catalog.refs(model)
-        return ModelRefs(refs, self._gates.protections(model), self._gates.ref_requests(model))
+        return self._gates.refs(model)
 
     def get_retention(self, peer: Peer, *, model: str) -> Retention:
         return self._catalog.kept(model, Retention)

@@ -15,6 +15,7 @@ from weighbridge._core.resources import (
     REQUEST_MOVE,
     REQUEST_PROTECT,
     REQUEST_UNPROTECT,
+    ModelRefs,
     Protection,
     RefApproval,
     RefRequest,
@@ -210,18 +211,20 @@ class Gates:
         log.info("%s: %s is protected by %d approvals, set by %s", model, ref, approvals, asker.name)
         return _protections(after)
 
-    def protections(self, name: str) -> tuple[Protection, ...]:
-        """Protected refs of a model, and the approvals that their changes require. Raises NotFound."""
-        return _protections(self._catalog.head(ModelName.parse(name)))
-
-    def ref_requests(self, name: str) -> tuple[RefRequest, ...]:
-        """Requests to change protected refs: pending ones and the last that have ended, oldest first.
+    def refs(self, name: str, head: Head | None = None) -> ModelRefs:
+        """Refs of a model, with the protected ones and the requests to change them, from one read of its head: from
+        ``head``, if given.
 
         Raises NotFound.
         """
         model = ModelName.parse(name)
-        head = requests.expire(self._catalog.head(model), unix_ms())
-        return tuple(self._shown(model, head, each) for each in head.requests)
+        head = self._catalog.head(model) if head is None else head
+        asked = requests.expire(head, unix_ms())
+        return ModelRefs(
+            refs=self._catalog.refs_of(model, head),
+            protections=_protections(head),
+            requests=tuple(self._shown(model, asked, each) for each in asked.requests),
+        )
 
     def _change(
         self,

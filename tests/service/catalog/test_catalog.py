@@ -12,6 +12,7 @@ from tests.support.images import acquire
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import Unavailable
 from weighbridge_service.catalog.catalog import Catalog
+from weighbridge_service.catalog.gate import Gates
 from weighbridge_service.catalog.snapshots import Snapshots, VersionSnapshot
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head_changes import register
@@ -69,3 +70,12 @@ def test_a_version_in_history_is_durable_also_before_its_session_hears_that(cata
     assert expected.state is VersionState.DURABLE
     catalog.snapshots.show(SMOL, snapshot(number, VersionState.VERIFIED, ready_time_ms=5, verified_time_ms=6))
     assert catalog.resolve(SMOL, "latest") == expected
+
+
+def test_the_refs_of_a_model_are_from_one_read_of_its_head(catalog: Catalog, store: CountingStore) -> None:
+    number = publish_one(catalog)
+    gates = Gates(catalog, lambda *_: None, lambda _: None)
+    before = store.reads
+    found = gates.refs(str(SMOL))
+    assert store.reads == before + 1
+    assert (found.refs, found.protections, found.requests) == ({"latest": number, "live": number}, (), ())

@@ -102,7 +102,8 @@ class Reader:
         """
         service, model = self._service, ModelName.parse(name)
         head, versions = service.catalog.page_of_versions(name, before, VERSIONS + 1, include_invisible=True)
-        found = summary_from_head(model, head, service.catalog.refs_of(model, head))
+        refs = service.gates.refs(name, head)
+        found = summary_from_head(model, head, refs.refs)
         return model_view.ModelFacts(
             model=replace(found, adapters=tuple(filter(sees, found.adapters))),
             training=not model.part and service.catalog.heads.read(model.training) is not None,
@@ -112,8 +113,8 @@ class Reader:
                 len(versions) > VERSIONS,
                 {each.number: self._progress(model, each.number, head) for each in versions[:VERSIONS]},
             ),
-            protections=service.gates.protections(name),
-            requests=service.gates.ref_requests(name),
+            protections=refs.protections,
+            requests=refs.requests,
             gate=head.gate,
             retention=head.retention,
             exports=tuple(islice((job for job in self._exports.list() if job.model == name), _EXPORTS)),
