@@ -139,6 +139,55 @@ def test_what_peft_loads_of_an_export_computes_what_was_pushed(kind: str, servic
     assert torch.equal(log_probabilities(loaded(out)), log_probabilities(model))
 
 
+def _doubled(_module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    state.update({name: 2 * value for name, value in state.items() if name.startswith(prefix)})
+
+
+def test_every_push_has_the_tensors_that_peft_would_save_then(service: Service, tmp_path: Path) -> None:
+    model = adapted()
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+
+    def replaced() -> None:
+        layer.lora_A["default"].weight = torch.nn.Parameter(torch.full_like(layer.lora_A["default"].weight, 0.5))
+
+    def renamed() -> None:
+        model.base_model.model.add_module("beside", torch.nn.Linear(3, 3))
+
+    def hooked() -> None:
+        layer.lora_B["default"]._register_state_dict_hook(_doubled)
+
+    changes = [
+        lambda: None,
+        replaced,
+        lambda: None,
+        renamed,
+        hooked,
+        lambda: layer.lora_B["default"].weight.data.add_(1),
+    ]
+    for step, change in enumerate(changes):
+        change()
+        service.trainer.push_adapter("acme/changing", model, base=f"{BASE}@1", step=step).wait("durable", timeout=60)
+        found = load_file(service.export("acme/changing", tmp_path / str(step)) / "adapter_model.safetensors")
+        expected = peft.get_peft_model_state_dict(model)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), step
+
+
+def test_an_adapter_that_fits_one_base_is_refused_on_another(service: Service, tmp_path: Path) -> None:
+    service.push("acme/fitting")
+    wider = tiny_model(
+        tiny_config(
+            "llama", tied=False, num_hidden_layers=2, vocab_size=131, intermediate_size=CONFIG.intermediate_size + 32
+        ),
+        seed=1,
+    )
+    wider.save_pretrained(tmp_path / "wider")
+    service.trainer.import_folder("acme/wider", tmp_path / "wider", step=1).wait("durable", timeout=60)
+    with pytest.raises(LayoutError, match="down_proj"):
+        service.push("acme/fitting", "acme/wider@1", step=2)
+    service.push("acme/fitting", step=3)
+
+
 def test_a_version_names_its_base_by_number_and_by_the_digest_of_its_manifest(service: Service) -> None:
     service.trainer.set_ref(BASE, "prod", 2)
     version = service.push("acme/named", f"{BASE}@prod")

@@ -26,7 +26,7 @@ from weighbridge._formats.push_sources import MappedSource, OpenSource
 from weighbridge._formats.safetensors_files import layout_of_files, map_file
 from weighbridge._formats.side_files.regular import read_regular
 from weighbridge._formats.torch_state import adapter_forms
-from weighbridge._formats.zero3 import partitioned_state
+from weighbridge._formats.zero3 import is_partitioned
 from weighbridge.errors import InvalidArgument, LayoutError, NotFound
 
 if TYPE_CHECKING:
@@ -131,39 +131,66 @@ class TrainedAdapters:
                 f"the model has no adapter {adapter_name!r}",
                 fix=f"name one that it has: {', '.join(map(repr, sorted(peft_model.peft_config)))}",
             )
-        state = partitioned_state(peft_model) or peft_model.state_dict()
         config_json = _config_json(peft_model, adapter_name)
-        made = (
-            config_json,
-            [(place, getattr(value, "shape", None), getattr(value, "dtype", None)) for place, value in state.items()],
-        )
+        present, hooks = _own_tensors(peft_model)
+        made = (config_json, hooks, [(place, value.shape, value.dtype) for place, value in present.items()])
         named = self._named.setdefault(peft_model, {})
         known = named.get((adapter_name, save_embedding_layers))
         if known is not None and known.made == made:
-            found = {name: state[place] for name, place in known.places.items()}
+            found = {name: _outside_autograd(present[place]) for name, place in known.places.items()}
             return TrainedAdapter(config_json, found, known.forms)
         from peft import get_peft_model_state_dict
 
+        state = peft_model.state_dict(keep_vars=True)
         found = get_peft_model_state_dict(
             peft_model,
             state_dict=state,
             adapter_name=adapter_name,
             save_embedding_layers=save_embedding_layers,
         )
+        places = {id(value): place for place, value in present.items()}
+        own = {name: places[id(value)] for name, value in found.items() if id(value) in places}
+        found = {name: _outside_autograd(value) for name, value in found.items()}
         forms = adapter_forms(found)
-        places = {id(value): place for place, value in state.items()}
-        # peft copies tensors that transformers has sharded: such an adapter is named again in each push
-        if all(id(value) in places for value in found.values()):
-            own = {name: places[id(value)] for name, value in found.items()}
+        # peft copies tensors that transformers has sharded, and hooks of modules may replace others: such an adapter is
+        # named again in each push
+        if len(own) == len(found):
             named[adapter_name, save_embedding_layers] = _Named(made, own, forms)
         return TrainedAdapter(config_json, found, forms)
+
+
+def _own_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """Parameters and persistent buffers of a module by their names in its state dict, which takes longer to make; and
+    the hooks by which a state dict may differ from them.
+    """
+    found: dict[str, torch.Tensor] = {}
+    hooks: list[Any] = []
+    pending = [("", module)]
+    while pending:
+        prefix, each = pending.pop()
+        for name, value in each._parameters.items():
+            if value is not None:
+                found[prefix + name] = value
+        for name, buffer in each._buffers.items():
+            if buffer is not None and name not in each._non_persistent_buffers_set:
+                found[prefix + name] = buffer
+        hooks += (*each._state_dict_pre_hooks.values(), *each._state_dict_hooks.values())
+        pending += [(f"{prefix}{name}.", child) for name, child in each._modules.items() if child is not None]
+    return found, hooks
+
+
+def _outside_autograd(value: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph; a parameter that ZeRO-3 has partitioned as it is, because it describes its
+    partition.
+    """
+    return value if is_partitioned(value) else value.detach()
 
 
 @dataclass(frozen=True)
 class _Named:
     """Places of an adapter's tensors in the state of the model, by peft's names."""
 
-    made: tuple[bytes, list[tuple[str, Any, Any]]]
+    made: tuple[bytes, list[Any], list[tuple[str, Any, Any]]]
     places: Mapping[str, str]
     forms: TensorForms
 

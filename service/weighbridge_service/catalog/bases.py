@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from weighbridge._core.file_names import ADAPTER_CONFIG, is_adapter
-from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.layouts import TensorSpec, adapter_digest
 from weighbridge._core.lru import Cache
 from weighbridge._core.metadata import BaseVersion, Metadata
 from weighbridge._core.operations.verbs import Verb
@@ -82,7 +82,7 @@ class Bases:
                 f"{model.name} is an adapter, and a version of it names the base that it is on",
                 fix=f"{_PUSH_ADAPTER}; a whole model is pushed under another model name",
             )
-        found = self._fitting(model.tensors.values(), model.config_json, wanted, by)
+        found = self._fitting(model.tensors.values(), model.config_json, model.adapter_digest, wanted, by)
         return replace(found, digest=self._digest(ModelName.parse(found.model), found.number))
 
     def register_model(
@@ -114,14 +114,18 @@ class Bases:
                     f"{name} is not an adapter, but its registration names {base[:80]} as its base",
                     fix="leave the base out",
                 )
-            on = self._fitting(found, files[ADAPTER_CONFIG], base, by)
+            config_json = files[ADAPTER_CONFIG]
+            on = self._fitting(found, config_json, adapter_digest(config_json, found), base, by)
             asked, most = PinEntry(on.number, name, by.name), by.identity.limits.adapters
             history = self._catalog.history(ModelName.parse(on.model))
             pin(history, asked, DEFAULT_ADAPTERS if most is None else most)
         return self._catalog.register_model(name, files, dtype, found, weight_map=weight_map, shown=by.sees)
 
-    def _fitting(self, tensors: Iterable[TensorSpec], config_json: bytes, wanted: str, by: Peer | None) -> BaseVersion:
-        """The named base, without its digest, if the adapter with these tensors and this config fits it.
+    def _fitting(
+        self, tensors: Iterable[TensorSpec], config_json: bytes, digest: str, wanted: str, by: Peer | None
+    ) -> BaseVersion:
+        """The named base, without its digest, if the adapter with these tensors and this config fits it. ``digest`` is
+        the digest of both.
 
         Raises the same errors as `find`.
         """
@@ -130,7 +134,9 @@ class Bases:
         if base.is_adapter or base.by_version:
             kind = "an adapter itself" if base.is_adapter else "a training state"
             raise InvalidArgument(f"the base {found} is {kind}", fix="name the model that the adapter was trained on")
-        check_fits(tensors, base.tensors, parse_config(config_json), str(found))
+        if base.fitting.get(digest) is None:
+            check_fits(tensors, base.tensors, parse_config(config_json), str(found))
+            base.fitting.put(digest, True)
         return found
 
     def _resolve(self, wanted: str, by: Peer | None) -> BaseVersion:

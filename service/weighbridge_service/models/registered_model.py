@@ -49,6 +49,8 @@ A plan itself counts as a thousand copies.
 """
 _KEPT_DECLARED = 4
 """Number of versions with their own tensors whose layouts and plans are cached."""
+_KEPT_FITTING = 1024
+"""Number of adapters that are known to fit a base. It takes milliseconds to compare one."""
 IDENTITY_FORMAT = 2
 """Format of `RegisteredModel.identity`. Models in heads of another format are compared by their tensors alone."""
 
@@ -69,6 +71,9 @@ class RegisteredModel:
         listed: its tensors, if no weight map exists for its model type; ``kept`` then contains the digest of the list.
             For a part: the tensors of one version, or None, because each version of a part has its own tensors
             (`declared_by`).
+
+    Attributes:
+        fitting: digests of adapters whose tensors fit this model.
     """
 
     def __init__(
@@ -96,6 +101,7 @@ class RegisteredModel:
         self._shifts: Cache[Mapping[str, float]] = Cache(_KEPT_OFFERS)
         self._requests: Cache[Layout] = Cache(KEPT_SHARDS // 4, lambda layout: 1 + len(layout.placements))
         self._declared: Cache[RegisteredModel] = Cache(_KEPT_DECLARED)
+        self.fitting: Cache[bool] = Cache(_KEPT_FITTING)
 
     def remember(self, shards: int) -> None:
         """Set the number of shards of declared layouts to cache, and drop the layouts that were declared before."""
