@@ -175,16 +175,13 @@ def test_every_push_has_the_tensors_that_peft_would_save_then(service: Service, 
 
 def test_an_adapter_that_fits_one_base_is_refused_on_another(service: Service, tmp_path: Path) -> None:
     service.push("acme/fitting")
-    wider = tiny_model(
-        tiny_config(
-            "llama", tied=False, num_hidden_layers=2, vocab_size=131, intermediate_size=CONFIG.intermediate_size + 32
-        ),
-        seed=1,
-    )
-    wider.save_pretrained(tmp_path / "wider")
-    service.trainer.import_folder("acme/wider", tmp_path / "wider", step=1).wait("durable", timeout=60)
+    wider = CONFIG.intermediate_size + 32
+    config = tiny_config("llama", tied=False, num_hidden_layers=2, vocab_size=131, intermediate_size=wider)
+    broad = tiny_model(config, seed=1)
+    broad.save_pretrained(tmp_path / "broad")
+    service.trainer.import_folder("acme/broad", tmp_path / "broad", step=1).wait("durable", timeout=60)
     with pytest.raises(LayoutError, match="down_proj"):
-        service.push("acme/fitting", "acme/wider@1", step=2)
+        service.push("acme/fitting", "acme/broad@1", step=2)
     service.push("acme/fitting", step=3)
 
 
