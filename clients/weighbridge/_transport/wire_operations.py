@@ -14,6 +14,7 @@ from google.protobuf.message_factory import GetMessageClass
 from weighbridge._core.json_values import json_value
 from weighbridge._core.operations.operation import Entry, Operation
 from weighbridge._transport import wire
+from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import model_service_pb2
 
 Answer = TypeVar("Answer")
@@ -37,8 +38,13 @@ class Messages(Generic[Answer]):
         self._operation = operation
 
     def request(self, arguments: Mapping[str, Any]) -> Message:
-        """A request with these arguments, by the names of its fields."""
-        message: Message = self._request(**{name: json_value(value) for name, value in arguments.items()})
+        """A request with these arguments, by the names of its fields. Raises InvalidArgument for numbers that the
+        contract has no room for.
+        """
+        try:
+            message: Message = self._request(**{name: json_value(value) for name, value in arguments.items()})
+        except ValueError as error:
+            raise InvalidArgument(f"a number in the request is out of range: {error}") from error
         return message
 
     def arguments(self, request: Any) -> dict[str, Any]:

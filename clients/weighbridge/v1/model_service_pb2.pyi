@@ -291,7 +291,9 @@ class ListVersionsRequest(_message.Message):
     """Versions still being received and failed ones as well."""
     @_builtins.property
     def where(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Only versions of whose metadata all of these are true: comparisons such as reward>=0.7, with = != < <= > or >=."""
+        """Only versions of whose metadata all of these are true: comparisons such as reward>=0.7, with = != < <= > or >=.
+        A call looks at up to 10,000 versions; a page that is not full is the last, whether or not there are older ones.
+        """
 
     def __init__(
         self,

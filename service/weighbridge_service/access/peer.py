@@ -74,13 +74,14 @@ def authorize(peer: Peer, verb: Verb, model: str = "", ref: str = "") -> None:
         peer: the caller.
         verb: verb that the call needs.
         model: name of the model; empty for all models.
-        ref: ref or version; empty for all of them.
+        ref: ref or version; empty for all of them. Scopes name refs, never versions: for a version by number, a scope
+            must allow all refs.
 
     Raises:
         Unauthenticated: the caller was not recognised.
         PermissionDenied: the caller was recognised, but no scope of it allows this.
     """
-    identity = peer.identity
+    identity, ref = peer.identity, "" if ref.isascii() and ref.isdigit() else ref
     if identity.may(verb, model, ref):
         return
     if identity.problem:
@@ -100,6 +101,5 @@ def authorize(peer: Peer, verb: Verb, model: str = "", ref: str = "") -> None:
 
 
 def _scope(verb: Verb, model: str, ref: str) -> Scope:
-    """The narrowest scope that allows something. Scopes name refs, never versions."""
-    named = ref if verb in WITH_REF and not ref.isdecimal() else ""
-    return Scope(verb, whole_model(model) or ALL, named or ALL)
+    """The narrowest scope that allows something."""
+    return Scope(verb, whole_model(model) or ALL, (ref if verb in WITH_REF else "") or ALL)

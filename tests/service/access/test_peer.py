@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from weighbridge_service.access.peer import LOCAL, Peer
+from weighbridge._core.operations.verbs import Verb
+from weighbridge.errors import PermissionDenied
+from weighbridge_service.access.identities import Identity
+from weighbridge_service.access.peer import LOCAL, Peer, authorize
+from weighbridge_service.access.scopes import Scope
 
 
 @pytest.mark.parametrize(
@@ -22,3 +26,14 @@ from weighbridge_service.access.peer import LOCAL, Peer
 )
 def test_a_peer_is_read_as_grpc_names_it(text: str, peer: Peer) -> None:
     assert Peer.of_grpc(text) == peer
+
+
+def test_a_scope_of_refs_allows_no_version_by_number() -> None:
+    some, every = (Peer("::1", identity=Identity("a", (Scope.parse(f"approve:acme/smol{at}"),))) for at in ("@2*", ""))
+    for ref in ("2.x", "2-canary"):
+        authorize(some, Verb.APPROVE, "acme/smol", ref)
+    for number in ("2", "21"):
+        authorize(every, Verb.APPROVE, "acme/smol", number)
+        with pytest.raises(PermissionDenied, match="a may not approve acme/smol\n") as refused:
+            authorize(some, Verb.APPROVE, "acme/smol", number)
+        assert "the scope approve:acme/smol" in refused.value.fix

@@ -10,6 +10,8 @@ from weighbridge._transport.request_parts import encoded_parts
 from weighbridge._transport.wire_operations import messages_of
 
 Answer = TypeVar("Answer")
+_LARGEST_PAGE = 1000
+"""Number of items in the largest page that the service returns."""
 
 
 def ask(operation: Operation[Answer], **arguments: Any) -> Steps[Answer]:
@@ -27,7 +29,7 @@ def ask_all(operation: Operation[Answer], limit: int | None = None, **arguments:
     """
     messages, found = messages_of(operation), list[Answer]()
     if limit is not None:
-        arguments["page_size"] = limit
+        arguments["page_size"] = min(limit, _LARGEST_PAGE)
     while True:
         request = encoded_parts(messages.request(arguments))
         page = messages.read((yield Call(messages.path, request, operation.seconds)))

@@ -140,7 +140,10 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
         if self._settings.mode == "slices":
             raise FailedPrecondition(
                 "in mode slices verl has no tensors to hand to engines: they pull their own slices",
-                fix="set rollout.checkpoint_manager_class=weighbridge.integrations.verl.WeighbridgeManager",
+                fix=(
+                    "add +actor_rollout_ref.rollout.checkpoint_manager_class="
+                    "weighbridge.integrations.verl.WeighbridgeManager"
+                ),
             )
         update = self._told()
         receiving = self._receiver.receive(update, self._device(), lambda: self._update is not update)

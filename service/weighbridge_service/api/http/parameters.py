@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import Path
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from weighbridge_storage.documents.entries import MAX_APPROVALS, MAX_TEXT
 from weighbridge_storage.documents.names import (
@@ -25,13 +25,22 @@ def _text(description: str, pattern: str, *examples: str) -> Any:
     return Path(description=description, examples=list(examples) or None, json_schema_extra={"pattern": pattern})
 
 
+def _digits(text: object) -> object:
+    """``text`` if it is a number as `number_in` reads it: pydantic also takes 1.0 and 1_0, which are names of refs."""
+    if isinstance(text, str) and not (text.isascii() and text.isdigit()):
+        raise ValueError("a version is named by its number")
+    return text
+
+
 Namespace = Annotated[str, _text("First half of the model's name.", MODEL_PART_PATTERN, "acme")]
 Name = Annotated[
     str,
     _text("Second half of the model's name; with `:training`, its training states.", MODEL_NAME_PATTERN, "smol"),
 ]
 VersionOrRef = Annotated[str, _text("A number or a ref.", REF_PATTERN, "latest")]
-Number = Annotated[int, Path(ge=1, le=MAX_VERSION, description="A version's number.", examples=[17])]
+Number = Annotated[
+    int, Path(ge=1, le=MAX_VERSION, description="A version's number.", examples=[17]), BeforeValidator(_digits)
+]
 Ref = Annotated[str, _text("Name of the ref.", REF_PATTERN, "prod")]
 SignatureId = Annotated[str, _text("SHA-256 of the signature, its `id`.", "^[0-9a-f]{64}$")]
 JobId = Annotated[str, _text("The `id` from the response that started the export.", "^[0-9a-f]{32}$")]

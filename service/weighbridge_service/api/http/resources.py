@@ -98,7 +98,7 @@ class ExportIn(In):
         json_schema_extra={"pattern": rf"^(torch\.)?({'|'.join(dtypes.NAMES)})$"},
     )
     max_shard_bytes: int | None = Field(
-        None, description="Maximum size of a safetensors file, in bytes; by default 5 GB.", ge=1, le=2**53
+        None, description="Maximum size of a safetensors file, in bytes; by default 5 GB.", ge=1, le=2**53, strict=True
     )
 
 

@@ -279,6 +279,8 @@ def test_only_so_many_ended_exports_are_remembered(web: Web) -> None:
         {"dtype": "nonsense"},
         {"dtype": ""},
         {"max_shard_bytes": 0},
+        {"max_shard_bytes": True},
+        {"max_shard_bytes": "5"},
         {"max_shard_bytes": -5},
         {"max_shard_bytes": "many"},
         {"max_shard_bytes": 1 << 100},

@@ -82,3 +82,21 @@ def test_what_cannot_be_approved_is_refused(web: Web) -> None:
         client.delete_version(MODEL, number)  # no ref names it
         with pytest.raises(FailedPrecondition, match="taken out of history"):
             client.approve(MODEL, number)
+
+
+@pytest.mark.parametrize("text", ["1.0", "+1", "1_0", "%201", "\u0661"])
+def test_a_path_names_a_version_by_its_digits_alone(web: Web, text: str) -> None:
+    """The other texts that Python reads as numbers may be names of refs, for which callers have other rights."""
+    url = f"{MODEL_URL}/versions/{text}"
+    is_problem(web.http.post(f"{url}/approve", json={}), 400, "invalid_argument")
+    is_problem(web.http.delete(url), 400, "invalid_argument")
+    is_problem(web.http.post(f"{url}/signatures", content=b"{}"), 400, "invalid_argument")
+    assert web.http.get(f"{MODEL_URL}/versions/1").json()["state"] == "durable"
+
+
+def test_numbers_out_of_range_are_refused_by_name_and_a_large_limit_is_none(web: Web) -> None:
+    with TrainerClient(web.running.address) as client:
+        for approvals in (-1, 1 << 32):
+            with pytest.raises(InvalidArgument, match="out of range"):
+                client.protect_ref(MODEL, "prod", approvals=approvals)
+        assert client.versions(MODEL, limit=1 << 32) == client.versions(MODEL)
