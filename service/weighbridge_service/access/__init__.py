@@ -10,7 +10,7 @@ May import: `runtime`, `weighbridge_storage`, `weighbridge`; nothing here knows 
 - `tokens`: secrets, stored as digests.
 - `issuers`: issuers of JSON web tokens, and their keys.
 - `policy`: the file that lists identities with their scopes and limits.
-- `access`: the identity that a piece of evidence proves under the current policy.
+- `access`: the identity that a piece of evidence proves under the current policy, at first and while a call lasts.
 - `certificates`: the service's own certificate, renewed while it runs.
 - `peer`: the caller of a call, and the authorization check that every protocol makes.
 - `audit`: the audit log.

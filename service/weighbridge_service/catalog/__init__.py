@@ -2,7 +2,7 @@
 
 May import: `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`.
 
-- `catalog`: queries and changes.
+- `catalog`: queries, registrations and stored values.
 - `bases`: versions of models that adapters are based on.
 - `known_models`: registrations that this process remembers.
 - `questions`: conditions that callers wait for, and their current answers.
@@ -13,5 +13,5 @@ May import: `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`.
 - `signatures`: signatures of versions.
 - `changes`: notifications of changed models.
 - `store_readers`: leases of versions that are being read.
-- `collection_loop`: collection, on request and periodically.
+- `collection_loop`: collection, on request and periodically, and deletion of versions and models.
 """

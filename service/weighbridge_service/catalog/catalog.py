@@ -409,8 +409,9 @@ class Catalog:
         now_ms, opened = unix_ms(), history.head.open
         if not any(opened[each].until_ms < now_ms and self.snapshots.get(name, each) is None for each in numbers):
             return history
+        present = self.snapshots.present(name)
         try:
-            self.heads.update(name, lambda head: (give_up_abandoned(head, now_ms), None))
+            self.heads.update(name, lambda head: (give_up_abandoned(head, now_ms, present), None))
             return self.history(name)
         except WeighbridgeError as error:  # this process may lack permission to write, or the store fails
             log.debug("the orphaned versions of %s cannot be closed: %s", name, error)

@@ -212,6 +212,7 @@ class Collecting:
             dry_run=dry_run,
             stopping=catalog.stopping.is_set,
             served=lambda: self._served(model),
+            present=lambda: catalog.snapshots.present(model),
         )
         if not dry_run:
             with self._counting:

@@ -129,6 +129,13 @@ class Snapshots:
         with self._lock:
             return dict(self._known.get(name, {}))
 
+    def present(self, name: ModelName) -> frozenset[int]:
+        """Numbers of a model's versions that this process has, and has not given up. It renews their leases itself,
+        late after an outage of the store.
+        """
+        found = self.of_model(name).items()
+        return frozenset(number for number, known in found if not known.version.state.given_up)
+
     def any_unfinished(self, name: ModelName) -> bool:
         """Whether this process still has work to do for a version of a model."""
         return any(known.unfinished for known in self.of_model(name).values())

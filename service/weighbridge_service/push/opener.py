@@ -204,6 +204,7 @@ class Opener:
                 home=self._home,
                 given_up=given_up,
                 receiving=receiving,
+                present=self._catalog.snapshots.present(model_name),
                 reached=frozenset(each.address for each in self._facilities.successors.others()),
             )
             with self._quotas.opening(identity, model_name, nbytes, is_open) as room:

@@ -3,8 +3,8 @@
 May import: `stores`, `documents`, `weighbridge`.
 
 - `head`: content of `head.json`.
-- `head_changes`: transitions of history, refs and rules (pure functions).
-- `open_versions`: transitions of versions that are being received (pure functions).
+- `head_changes`: transitions of history, refs and rules: a version is published, retired or deleted (pure functions).
+- `open_versions`: transitions of versions until they are published or given up (pure functions).
 - `pins`: versions that adapters keep (pure functions).
 - `requests`: approvals of held versions, and requests to change protected refs (pure functions).
 - `head_store`: conditional reads and writes of heads.

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Collection as AnyCollection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -82,6 +82,7 @@ def collect(
     dry_run: bool = False,
     stopping: Callable[[], bool] = lambda: False,
     served: Callable[[], Mapping[int, Sequence[str]]] = lambda: NOBODY,
+    present: Callable[[], Container[int]] = frozenset,
 ) -> Collection:
     """Apply a model's retention, and delete objects that it no longer needs.
 
@@ -94,6 +95,7 @@ def collect(
         dry_run: only report the actions; nothing is written.
         stopping: polled; if it returns true, the next collection does the rest.
         served: returns the names of the engines that serve each version, by its number.
+        present: returns the numbers of versions that the calling process has, and renews itself.
 
     Returns:
         Report of the collection. It lists deletions that failed; all others succeeded.
@@ -107,7 +109,7 @@ def collect(
     # before the leases are listed: the leases of a version that is due at this time were written by this time
     now_ms = clock()
     listed, nodes = run.list_objects()
-    given_up, decision, history = run.retire(clock, served)
+    given_up, decision, history = run.retire(clock, served, present)
     gone = {number for number in listed if history.is_gone(number)}
     deletion = history.head.deletion
     with_model = {number for number in gone if deletion is not None and number < deletion.below}
@@ -196,7 +198,10 @@ class _Run:
         return found, nodes
 
     def retire(
-        self, clock: Callable[[], int], served: Callable[[], Mapping[int, Sequence[str]]]
+        self,
+        clock: Callable[[], int],
+        served: Callable[[], Mapping[int, Sequence[str]]],
+        present: Callable[[], Container[int]],
     ) -> tuple[tuple[int, ...], Decision, History]:
         """Change the head according to time and retention.
 
@@ -205,7 +210,7 @@ class _Run:
 
         def change(history: History) -> tuple[Head, tuple[tuple[int, ...], Decision, Head]]:
             # read the clock here: the grace time begins now, regardless of the duration of the earlier steps
-            after, decision = retire(history, clock(), served())
+            after, decision = retire(history, clock(), served(), present())
             return after, (tuple(sorted(history.head.open.keys() - after.open.keys())), decision, after)
 
         given_up, decision, after = self._edit(change)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 
 from weighbridge._core.metadata import (
@@ -254,10 +255,12 @@ def give_up_version(head: Head, number: int, reason: str, now_ms: int, *, aborte
     )
 
 
-def give_up_abandoned(head: Head, now_ms: int) -> Head:
-    """Close the open versions that were not renewed in time."""
+def give_up_abandoned(head: Head, now_ms: int, present: Container[int] = ()) -> Head:
+    """Close the open versions that were not renewed in time, except those ``present`` in the calling process: after an
+    outage of the store, that process renews them.
+    """
     for number, entry in head.open.items():
-        if entry.until_ms < now_ms:
+        if entry.until_ms < now_ms and number not in present:
             head = give_up_version(head, number, "it was abandoned: no replica renewed it in time", now_ms)
     return head
 

@@ -19,7 +19,7 @@ versions of two runs never share a slot, and versions that were pushed without a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weighbridge._core.reports.collection import (
@@ -134,12 +134,15 @@ def _last(released: Sequence[int], numbers: Iterable[int], count: int) -> set[in
     return newest.union(held[-count:])
 
 
-def retire(history: History, now_ms: int, served: Mapping[int, Sequence[str]] = NOBODY) -> tuple[Head, Decision]:
-    """Retire the versions that are not kept, and close abandoned open versions. Arguments are those of `decide`.
+def retire(
+    history: History, now_ms: int, served: Mapping[int, Sequence[str]] = NOBODY, present: Container[int] = ()
+) -> tuple[Head, Decision]:
+    """Retire the versions that are not kept, and close abandoned open versions, except those ``present`` in this
+    process. Other arguments are those of `decide`.
 
     Returns:
         The resulting head, and the decision.
     """
-    history = history.under(give_up_abandoned(history.head, now_ms))
+    history = history.under(give_up_abandoned(history.head, now_ms, present))
     decision = decide(history.head, history.versions(), now_ms, served)
     return delete_versions(history, decision.retired, now_ms), decision

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from weighbridge_service.api.http.app import create_app
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.models import registered_model
 from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.head import Head
 
 NAME = ModelName.parse(MODEL)
 
@@ -197,3 +199,32 @@ def test_a_version_whose_only_replica_is_gone_is_told_as_failed_once_its_lease_h
         found = told(restarted, number)
     assert (found["state"], found["step"], found["run"]) == ("failed", 7, "night")
     assert "abandoned" in found["error"]
+
+
+@pytest.mark.parametrize("by", ["opening", "collection", "question"])
+def test_a_service_closes_orphaned_versions_and_none_that_it_has_itself(
+    tmp_path: Path, source: TinyModel, by: str
+) -> None:
+    """After an outage of the store the lease of a version may have expired before its own process can renew it."""
+    with serving(tmp_path / "store", 1) as (running,), ExitStack() as stack:
+        stack.enter_context(TrainerClient(running.address)).register_files(MODEL, source.files)
+        raw = stack.enter_context(RawClient(running.address))
+        number = declared(raw, source, "r/1")
+
+        def expired(head: Head) -> tuple[Head, None]:
+            own = replace(head.open[number], until_ms=1)
+            orphan = replace(own, number=number + 1, request_id="r/2")
+            return replace(head, open={number: own, number + 1: orphan}, next_version=number + 2), None
+
+        heads = running.service.catalog.heads
+        heads.update(NAME, expired)
+        if by == "opening":
+            declared(raw, source, "r/3")
+        elif by == "collection":
+            running.service.collecting.collect(MODEL)
+        else:
+            running.service.catalog.get_version(MODEL, str(number + 1))
+        found = heads.read(NAME)
+        assert found is not None
+        assert number in found[0].open
+        assert number + 1 in found[0].failed

@@ -7,7 +7,7 @@ May import: `api.bodies`, `api.lane`, `core`, and folders below.
 - `methods`: reads a request on the loop, runs its handler, sends the response.
 - `requests`: limits of requests while they are received.
 - `asking`: the verb, models and refs of a request.
-- `call`: a call, with its caller, deadline and end, as handlers see it.
+- `call`: a call as handlers see it: deadline, end, and the caller, whose credentials are checked while it lasts.
 - `errors`: errors as ``google.rpc`` status details.
 - `event_loop`: event loop in a thread of its own.
 - `watches`: watches of refs and waits for states.

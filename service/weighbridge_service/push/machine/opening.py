@@ -27,12 +27,14 @@ class OpeningRequest(Asked):
         home: the process that serves the request.
         given_up: versions that were given up at that process, by number, whether or not the head records it.
         receiving: numbers of the versions that the process is receiving.
+        present: numbers of the versions that the process has and has not given up: these, and complete ones.
         reached: addresses of the replicas to which it can send ranks.
     """
 
     home: Home
     given_up: Mapping[int, Version]
     receiving: Collection[int] = ()
+    present: Collection[int] = ()
     reached: Collection[str] = ()
 
     def open(self, head: Head, now_ms: int) -> tuple[Head, tuple[OpenEntry, Head]]:
@@ -45,7 +47,7 @@ class OpeningRequest(Asked):
         Raises:
             ReceivedElsewhere: another replica receives the version alone, and ranks cannot be sent there.
         """
-        head = give_up_abandoned(head, now_ms)
+        head = give_up_abandoned(head, now_ms, self.present)
         for number in self.given_up.keys() & head.open.keys():
             if head.open[number].request_id == self.request_id:
                 head = give_up_ended(head, self.given_up[number], now_ms)
