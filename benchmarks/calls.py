@@ -2,7 +2,8 @@
 
 Each checkout has its own service and its own client (`benchmarks.calls_client`). In each round they take turns for each
 kind of call, every few calls. The last kind also includes a watch: it lasts until a watch of the same client has
-received the moved ref. Calls are made one after the other over gRPC on loopback. The processor time is that of client and service together.
+received the moved ref. Calls are made one after the other over gRPC on loopback. The processor time is that of client
+and service together.
 """
 
 from __future__ import annotations

@@ -38,13 +38,13 @@ class Messages(Generic[Answer]):
         self._operation = operation
 
     def request(self, arguments: Mapping[str, Any]) -> Message:
-        """A request with these arguments, by the names of its fields. Raises InvalidArgument for numbers that the
-        contract has no room for.
+        """A request with these arguments, by the names of its fields. Raises InvalidArgument for values that do not
+        fit into the contract's fields.
         """
         try:
             message: Message = self._request(**{name: json_value(value) for name, value in arguments.items()})
         except ValueError as error:
-            raise InvalidArgument(f"a number in the request is out of range: {error}") from error
+            raise InvalidArgument(f"a value does not fit into the request: {error}") from error
         return message
 
     def arguments(self, request: Any) -> dict[str, Any]:

@@ -21,23 +21,24 @@ from weighbridge._core.resources import (
 )
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.access.peer import Peer
+from weighbridge_service.catalog.head_versions import number_in
 from weighbridge_service.core import Core
 from weighbridge_service.push.image_allocator import IMAGES_OF_A_MODEL
 
-PAGE, LARGEST_PAGE = 100, 1000
-"""Default and maximum number of items in a page."""
+PAGE = 100
+"""Default number of items in a page."""
 
 
 def version_before(token: str) -> int:
     """Number below which a page of versions begins, from the page token; 0 for the first page. Raises
     InvalidArgument.
     """
-    token = token or "0"
-    if not token.isascii() or not token.isdigit() or len(token) > 12:
+    number = number_in(token or "0")
+    if number is None:
         raise InvalidArgument(
             f"{token[:40]!r} is not a page token", fix="pass the token that the previous page returned"
         )
-    return int(token)
+    return number
 
 
 class Bodies:

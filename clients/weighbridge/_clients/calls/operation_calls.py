@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from weighbridge._clients.calls.steps import Call, Steps
-from weighbridge._core.operations.operation import Operation
+from weighbridge._core.operations.operation import LARGEST_PAGE, Operation
 from weighbridge._transport.request_parts import encoded_parts
 from weighbridge._transport.wire_operations import messages_of
 
 Answer = TypeVar("Answer")
-_LARGEST_PAGE = 1000
-"""Number of items in the largest page that the service returns."""
 
 
 def ask(operation: Operation[Answer], **arguments: Any) -> Steps[Answer]:
@@ -29,7 +27,7 @@ def ask_all(operation: Operation[Answer], limit: int | None = None, **arguments:
     """
     messages, found = messages_of(operation), list[Answer]()
     if limit is not None:
-        arguments["page_size"] = min(limit, _LARGEST_PAGE)
+        arguments["page_size"] = min(limit, LARGEST_PAGE)
     while True:
         request = encoded_parts(messages.request(arguments))
         page = messages.read((yield Call(messages.path, request, operation.seconds)))

@@ -18,6 +18,8 @@ CALL_SECONDS = 60.0
 """Deadline of a call to which the service responds immediately."""
 LONG_SECONDS = 3600.0
 """Deadline of a call that reads a whole version or processes a whole model."""
+LARGEST_PAGE = 1000
+"""Maximum number of items in a page."""
 
 
 class Required(Enum):

@@ -10,10 +10,10 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from weighbridge._core.operations.operation import Operation
+from weighbridge._core.operations.operation import LARGEST_PAGE, Operation
 from weighbridge._core.operations.table import OPERATIONS
 from weighbridge._transport.wire_operations import messages_of
-from weighbridge_service.api.bodies import LARGEST_PAGE, PAGE, Bodies
+from weighbridge_service.api.bodies import PAGE, Bodies
 from weighbridge_service.api.grpc.call import Call
 
 

@@ -20,12 +20,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from weighbridge._core.metadata import conditions
+from weighbridge._core.operations.operation import LARGEST_PAGE
 from weighbridge._core.operations.table import ENTRIES
 from weighbridge._core.operations.verbs import Verb
 from weighbridge._signing.bundle import MEDIA_TYPE as SIGNATURE_TYPE
 from weighbridge._signing.bundle import Bundle
 from weighbridge.errors import InvalidArgument, WeighbridgeError
-from weighbridge_service.api.bodies import LARGEST_PAGE, PAGE, Bodies
+from weighbridge_service.api.bodies import PAGE, Bodies
 from weighbridge_service.api.http.bodies import BodyLimit
 from weighbridge_service.api.http.callers import Recorder, Standing, ask, peer_of
 from weighbridge_service.api.http.derived.operation_routes import operations_routes

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import Path
 from pydantic import BeforeValidator, Field
 
+from weighbridge_service.catalog.head_versions import number_in
 from weighbridge_storage.documents.entries import MAX_APPROVALS, MAX_TEXT
 from weighbridge_storage.documents.names import (
     MAX_VERSION,
@@ -27,8 +28,8 @@ def _text(description: str, pattern: str, *examples: str) -> Any:
 
 def _digits(text: object) -> object:
     """``text`` if it is a number as `number_in` reads it: pydantic also takes 1.0 and 1_0, which are names of refs."""
-    if isinstance(text, str) and not (text.isascii() and text.isdigit()):
-        raise ValueError("a version is named by its number")
+    if isinstance(text, str) and number_in(text) is None:
+        raise ValueError("it is not the number of a version")
     return text
 
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, Field, create_model
 
-from weighbridge._core.operations.operation import REQUIRED, Operation, Parameter
+from weighbridge._core.operations.operation import LARGEST_PAGE, REQUIRED, Operation, Parameter
 from weighbridge._core.operations.table import OPERATIONS
-from weighbridge_service.api.bodies import LARGEST_PAGE, PAGE, Bodies
+from weighbridge_service.api.bodies import PAGE, Bodies
 from weighbridge_service.api.http.callers import peer_of
 from weighbridge_service.api.http.derived.schemas import In, answer_of, body_of, list_of
 from weighbridge_service.api.http.parameters import IN_BODY, IN_PATH, Name, Namespace
