@@ -1,18 +1,22 @@
-"""Worker extension of vLLM with the faults that golden prompts are to find. It is imported where vLLM is."""
+"""Worker extension of vLLM with the faults that golden prompts are to find. Weighbridge's methods stand beside it, as
+beside the extension of any trainer. It is imported where vLLM is.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from weighbridge.integrations.vllm.worker import WorkerExtension
 
-
-class FaultyWorker(WorkerExtension):
+class FaultyWorker:
     """Each fault is a call of its own by ``/collective_rpc``, of which the plug-in in the engine's core knows
     nothing.
     """
+
+    model_runner: Any
+    weighbridge_apply: Callable[[str], dict[str, Any]]
 
     def apply_behind_caches(self, version: str) -> dict[str, Any]:
         """An update after which no cache is emptied."""

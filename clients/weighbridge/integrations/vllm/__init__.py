@@ -12,6 +12,7 @@ modules are imported when vLLM requests them by name, so that an installed but u
 # - `trainer`: the trainer's side of it.
 # - `colocated`: a trainer that shares a GPU with the engine, in turns.
 # - `worker`: methods of workers that an agent calls over HTTP.
+# - `extensions`: those methods beside the ones of another package.
 # - `engines`: several engines behind one server.
 # - `model`: a rank's model, to the contract.
 # - `layers`: its layers, in checkpoint format and kernel format.

@@ -32,6 +32,7 @@ from weighbridge.integrations.vllm.settings import Settings
 logger = init_logger(f"vllm.plugins.{__name__}")
 
 _WORKER_EXTENSION = "weighbridge.integrations.vllm.worker.WorkerExtension"
+_EXTENSIONS = "weighbridge.integrations.vllm.extensions."
 _MARK = "_weighbridge_completes"
 _DRAFTERS = "vllm-drafters"
 """Folders separate from those of policies: vLLM treats a drafter with the policy's folder as a part of the policy."""
@@ -124,8 +125,15 @@ def _complete(arguments: Any, transfer_config: Any) -> None:
             arguments.weight_transfer_config = transfer_config(backend=NAME)
     transfer = arguments.weight_transfer_config
     backend = transfer.get("backend") if isinstance(transfer, dict) else getattr(transfer, "backend", None)
-    if backend == NAME and not arguments.worker_extension_cls:
-        arguments.worker_extension_cls = _WORKER_EXTENSION
+    if backend == NAME:
+        arguments.worker_extension_cls = _extension_with(arguments.worker_extension_cls)
+
+
+def _extension_with(other: str) -> str:
+    """Qualified name of the worker extension that has weighbridge's methods, and those of another extension, if any."""
+    if not other or other.startswith(_EXTENSIONS):
+        return other or _WORKER_EXTENSION
+    return _EXTENSIONS + other.replace(".", ":")
 
 
 def _take_drafter(arguments: Any, settings: Settings) -> None:
