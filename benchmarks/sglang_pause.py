@@ -76,19 +76,22 @@ class Load:
     def _send(self, seed: int) -> None:
         dice = random.Random(seed)
         while not self._ended.is_set():
-            prompt = [dice.randrange(5, self.tokens) for _ in range(16)]
             try:
-                found = post(
-                    self.url + "/generate",
-                    {
-                        "input_ids": prompt,
-                        "sampling_params": {"temperature": 0, "max_new_tokens": _TOKENS, "ignore_eos": True},
-                    },
-                )
-                self.answered += len(found["output_ids"])
+                self.answered += self.ask(dice)
             except (OSError, KeyError, ValueError) as error:
                 self.failed.append(f"{type(error).__name__}: {error}")
                 self._ended.wait(0.1)
+
+    def ask(self, dice: random.Random) -> int:
+        """Send one request. Returns the number of tokens in its response."""
+        found = post(
+            self.url + "/generate",
+            {
+                "input_ids": [dice.randrange(5, self.tokens) for _ in range(16)],
+                "sampling_params": {"temperature": 0, "max_new_tokens": _TOKENS, "ignore_eos": True},
+            },
+        )
+        return len(found["output_ids"])
 
 
 def post(url: str, body: Any) -> Any:
@@ -208,6 +211,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         driver = SglangServer(url, service.grpc, MODEL)
         driver.connect()
         load = Load(url, config_of(arguments.model)["vocab_size"])
+        load.ask(random.Random(0))  # compiles kernels
         load.begin(arguments.clients)
         stack.callback(load.end)
         for step in range(2, arguments.updates + 2):
