@@ -15,7 +15,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -29,7 +29,7 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard
 from weighbridge._core.slices import FullTensors
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats.push_sources import StagingPool, StreamSource
+from weighbridge._formats.push_sources import StagingPool, TensorSource
 from weighbridge._formats.tensor_stream import StreamWriter
 from weighbridge._transport import pieces, rpc, wire
 from weighbridge.v1 import weight_service_pb2
@@ -131,13 +131,10 @@ class Bench:
 def push(address: str, folder: Path, layout: Layout) -> None:
     """Put a version of the model into the service."""
     held = models.RandomBits(p.nbytes for p in layout.placements).of_layout(layout)
-
-    def stage(indexes: Sequence[int], stream: Layout) -> StreamSource:
-        return StagingPool().stage(stream, [held[i] for i in indexes])
-
+    shards = TensorSource(StagingPool(), layout, held)
     with TrainerClient(address) as trainer:
         trainer.register_model(MODEL, folder)
-        trainer.push_shards(MODEL, layout, TensorSpace.HUGGING_FACE, stage, step=1, rank=0, world_size=1).wait(
+        trainer.push_shards(MODEL, layout, TensorSpace.HUGGING_FACE, shards, step=1, rank=0, world_size=1).wait(
             timeout=600
         )
 

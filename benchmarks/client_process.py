@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,8 @@ from benchmarks import cuts, models, raw_grpc
 from benchmarks.memory import HighWaterMark
 from benchmarks.warm_copy import WarmCopy
 from weighbridge import EngineClient, TrainerClient
-from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import VersionState
-from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
+from weighbridge._formats.push_sources import StagingPool, TensorSource
 from weighbridge._transport import rpc
 
 MODEL = "bench/model"
@@ -111,14 +109,11 @@ class TrainerProcess:
         kept the rank for, ``called`` what a stopwatch says.
         """
         tensors = self._bits.of_layout(self._layout, generation=step)
-
-        def source(indexes: Sequence[int], stream: Layout) -> ShardSource:
-            return TensorSource(self._staging, stream, [tensors[i] for i in indexes])
-
+        shards = TensorSource(self._staging, self._layout, tensors)
         _wait_until(at)
         started = time.monotonic()
         handle = self._client.push_shards(
-            MODEL, self._layout, self._space, source, step=step, rank=self._spec.rank, world_size=self._spec.clients
+            MODEL, self._layout, self._space, shards, step=step, rank=self._spec.rank, world_size=self._spec.clients
         )  # fmt: skip
         called, returned = time.monotonic() - started, time.time()
         handle.wait(VersionState.READY, timeout=_WAIT_SECONDS)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from weighbridge import TrainerClient
 from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import VersionState
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats.push_sources import StagingPool, StreamSource
+from weighbridge._formats.push_sources import StagingPool, TensorSource
 
 MODEL = "bench/ranks"
 _WAIT_SECONDS = 600.0
@@ -79,13 +78,10 @@ class Rank:
         ready.
         """
         tensors = self._bits.of_layout(self._layout)
-
-        def stage(indexes: Sequence[int], stream: Layout) -> StreamSource:
-            return self._staging.stage(stream, [tensors[i] for i in indexes])
-
+        shards = TensorSource(self._staging, self._layout, tensors)
         time.sleep(max(push.at - time.time(), 0.0))
         handle = self._client.push_shards(
-            MODEL, self._layout, TensorSpace.HUGGING_FACE, stage, step=push.step, rank=self._rank, world_size=self._ranks
+            MODEL, self._layout, TensorSpace.HUGGING_FACE, shards, step=push.step, rank=self._rank, world_size=self._ranks
         )  # fmt: skip
         declared = time.time()
         handle.report()

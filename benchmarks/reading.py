@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard
 from weighbridge._core.slices import LayoutRequest
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats.push_sources import StagingPool, StreamSource
+from weighbridge._formats.push_sources import StagingPool, TensorSource
 from weighbridge_storage.stores.s3.settings import parse_location
 
 FULL = FullTensors()
@@ -134,14 +134,10 @@ def push(store: str, folder: Path, gigabytes: float) -> dict[str, torch.Tensor]:
     specs = models.hugging_face_specs(config)
     layout = Layout.stream(specs, [Shard(spec.name, Box.whole(spec.shape)) for spec in specs])
     held = models.RandomBits(p.nbytes for p in layout.placements).of_layout(layout)
-    staging = StagingPool()
-
-    def stage(indexes: Sequence[int], stream: Layout) -> StreamSource:
-        return staging.stage(stream, [held[i] for i in indexes])
-
+    shards = TensorSource(StagingPool(), layout, held)
     with serving(store, folder / "writer") as service, TrainerClient(service.address) as trainer:
         trainer.register_model(MODEL, folder / "hf")
-        handle = trainer.push_shards(MODEL, layout, TensorSpace.HUGGING_FACE, stage, step=1, rank=0, world_size=1)
+        handle = trainer.push_shards(MODEL, layout, TensorSpace.HUGGING_FACE, shards, step=1, rank=0, world_size=1)
         handle.wait(timeout=600)
     return {spec.name: tensor for spec, tensor in zip(specs, held, strict=True)}
 

@@ -24,7 +24,7 @@ from weighbridge import Credentials, EngineClient, TrainerClient, VersionState
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats.push_sources import StagingPool, StreamSource
+from weighbridge._formats.push_sources import StagingPool, TensorSource
 from weighbridge_service.access import tokens
 
 _PLAIN, _TLS, _TOKENS = "plain", "TLS", "TLS and a token"
@@ -58,13 +58,10 @@ class Place:
 
     def push(self, step: int) -> float:
         """Seconds until all bytes of a version are there."""
-
-        def stage(indexes: Sequence[int], stream: Layout) -> StreamSource:
-            return StagingPool().stage(stream, [self._held[i] for i in indexes])
-
+        shards = TensorSource(StagingPool(), self._layout, self._held)
         started = time.perf_counter()
         handle = self.trainer.push_shards(
-            MODEL, self._layout, TensorSpace.HUGGING_FACE, stage, step=step, rank=0, world_size=1
+            MODEL, self._layout, TensorSpace.HUGGING_FACE, shards, step=step, rank=0, world_size=1
         )
         handle.wait(timeout=600, until=VersionState.READY)
         seconds = time.perf_counter() - started

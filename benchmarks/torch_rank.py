@@ -21,10 +21,10 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from benchmarks import cuts, models
 from benchmarks.warm_copy import WarmCopy
 from weighbridge import PushHandle, TrainerClient
-from weighbridge._core.layouts import Layout, TensorSpec
+from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.resources import VersionState
 from weighbridge._formats import push_sources
-from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
+from weighbridge._formats.push_sources import StagingPool, TensorSource
 
 MODEL = "bench/torch"
 _WAIT_SECONDS = 300.0
@@ -123,11 +123,9 @@ class _Rank:
         dist.barrier()
 
     def _push_shards(self, step: int) -> PushHandle:
-        def source(indexes: Sequence[int], stream: Layout) -> ShardSource:
-            return TensorSource(self._staging, stream, [self._shards[i] for i in indexes])
-
+        shards = TensorSource(self._staging, self._layout, self._shards)
         return self._client.push_shards(
-            MODEL, self._layout, self._space, source, step=step, rank=self._rank, world_size=self._ranks
+            MODEL, self._layout, self._space, shards, step=step, rank=self._rank, world_size=self._ranks
         )
 
     def _push_gathered(self, step: int) -> PushHandle:

@@ -94,7 +94,7 @@ if TYPE_CHECKING:
     from weighbridge._core.slices import Boxes, ExpertParallel, FullTensors, LayoutRequest, TensorParallel
     from weighbridge._core.tensor_spaces import TensorSpace
     from weighbridge._formats.host_slices import HostSlices, Slices
-    from weighbridge._formats.push_sources import OpenSource, ShardSource, StreamSource
+    from weighbridge._formats.push_sources import HeldShards, ShardSource, StreamSource
     from weighbridge._reporting.reporter import EngineReporter
     from weighbridge._signing.checking import Signed
     from weighbridge._signing.signatures import Signatures
@@ -157,6 +157,7 @@ __all__ = [
     "FullTensors",
     "Gate",
     "GoldenPrompt",
+    "HeldShards",
     "HostSlices",
     "InvalidArgument",
     "KeptVersion",
@@ -167,7 +168,6 @@ __all__ = [
     "Metadata",
     "Model",
     "NotFound",
-    "OpenSource",
     "PermissionDenied",
     "Placement",
     "Protection",
@@ -262,7 +262,7 @@ _MODULE_OF = {
     "TensorSpace": "_core.tensor_spaces",
     "HostSlices": "_formats.host_slices",
     "Slices": "_formats.host_slices",
-    "OpenSource": "_formats.push_sources",
+    "HeldShards": "_formats.push_sources",
     "ShardSource": "_formats.push_sources",
     "StreamSource": "_formats.push_sources",
     "EngineReporter": "_reporting.reporter",

@@ -31,7 +31,7 @@ from weighbridge._core import striping
 from weighbridge._core.layouts import Layout
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
+from weighbridge._formats.push_sources import StagingPool, TensorSource
 from weighbridge._memory import native_copies
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
@@ -93,11 +93,8 @@ def push_as_ranks(
 
         def push(rank: int) -> PushHandle:
             layout, tensors = shards[rank]
-
-            def source(indexes: Sequence[int], stream: Layout) -> ShardSource:
-                return TensorSource(StagingPool(), stream, [tensors[i] for i in indexes])
-
-            return clients[rank].push_shards(model, layout, space, source, step=step, rank=rank, world_size=len(shards))
+            held = TensorSource(StagingPool(), layout, tensors)
+            return clients[rank].push_shards(model, layout, space, held, step=step, rank=rank, world_size=len(shards))
 
         with ThreadPoolExecutor(len(shards)) as pool:
             return reports_of(list(pool.map(push, range(len(shards)))))
@@ -272,13 +269,10 @@ def test_a_source_that_does_not_count_is_pushed_and_says_no_number(service: Runn
     layout = rows_layout({name: tensor.numpy() for name, tensor in weights.items()}, 0, 1)
     with TrainerClient(service.address, lane="local") as trainer:
         trainer.register_model("tests/uncounted", folder_of(tmp_path / "hf", weights, config))
-
-        def source(indexes: Sequence[int], stream: Layout) -> ShardSource:
-            held = [weights[layout.placements[i].shard.tensor] for i in indexes]
-            return UncountedSource(StagingPool(), stream, held)
-
+        held = [weights[placement.shard.tensor] for placement in layout.placements]
+        shards = UncountedSource(StagingPool(), layout, held)
         handle = trainer.push_shards(
-            "tests/uncounted", layout, TensorSpace.HUGGING_FACE, source, step=1, rank=0, world_size=1
+            "tests/uncounted", layout, TensorSpace.HUGGING_FACE, shards, step=1, rank=0, world_size=1
         )
         assert handle.wait(timeout=60).nonfinite_elements == 0
         assert handle.report().nonfinite_elements is None

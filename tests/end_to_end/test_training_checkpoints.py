@@ -357,7 +357,7 @@ def small(service: RunningService) -> int:
     held = training_tensors(module, optimizer)
     state = TrainingState.of(held, RankValues(state={"epoch": 3}), 0)
     with TrainerClient(service.address) as trainer:
-        source = CastingSource.opener(state.tensors)
+        source = CastingSource(state.layout, state.tensors)
         handle = trainer.push_shards(
             f"{TORCH}:training", state.layout, state.space, source, step=4, rank=0, world_size=1, run="small"
         )
@@ -424,7 +424,7 @@ def test_a_state_without_values_of_its_ranks_is_refused(service: RunningService,
     layout = Layout.stream([spec], [Shard("model.w", Box.whole((2,)))])
     with TrainerClient(service.address) as trainer:
         handle = trainer.push_shards(
-            f"{TORCH}:training", layout, TensorSpace.HUGGING_FACE, CastingSource.opener([torch.ones(2)]),
+            f"{TORCH}:training", layout, TensorSpace.HUGGING_FACE, CastingSource(layout, [torch.ones(2)]),
             step=5, rank=0, world_size=1, run="bare",
         )  # fmt: skip
         number = handle.wait(timeout=60).number

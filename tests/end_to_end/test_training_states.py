@@ -537,7 +537,7 @@ def test_a_version_without_a_ranks_blob_is_refused_by_the_name_of_that(service: 
 
     def work(rank: int) -> Any:
         with TrainerClient(service.address) as client:
-            source = CastingSource.opener([module[0].weight])
+            source = CastingSource(layout, [module[0].weight])
             handle = client.push_shards(
                 TRAINING, layout, TensorSpace.HUGGING_FACE, source, step=1, rank=rank, world_size=2
             )

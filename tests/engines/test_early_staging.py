@@ -41,7 +41,7 @@ from weighbridge._core import dtypes
 from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import RECEIVING
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
+from weighbridge._formats.push_sources import StagingPool, TensorSource
 from weighbridge._lane.connection import LaneConnection
 from weighbridge._memory.cuda_copies import CopyQueue
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
@@ -589,13 +589,11 @@ def test_what_a_rank_has_written_is_staged_while_it_writes_the_rest(
     monkeypatch.setattr("weighbridge._lane.loans._REPORTED_BYTES", 1)
     new = {name: torch.from_numpy(array) for name, array in others(arrays, 2).items()}
     layout = rows_layout({name: tensor.numpy() for name, tensor in new.items()}, 0, 1)
-
-    def source(indexes: Sequence[int], stream: Layout) -> ShardSource:
-        return Halting(StagingPool(), stream, [new[layout.placements[i].shard.tensor] for i in indexes])
+    shards = Halting(StagingPool(), layout, [new[placement.shard.tensor] for placement in layout.placements])
 
     def push() -> None:
         with TrainerClient(service.address, lane="local") as trainer:
-            trainer.push_shards(MODEL, layout, TensorSpace.HUGGING_FACE, source, step=2, rank=0, world_size=1).wait(
+            trainer.push_shards(MODEL, layout, TensorSpace.HUGGING_FACE, shards, step=2, rank=0, world_size=1).wait(
                 timeout=60
             )
 

@@ -138,18 +138,13 @@ def push_pattern(client: TrainerClient, push: Push, halt: Callable[[], None] = l
     """Make a push; says what became of it once it has been sealed or has failed."""
     arrays: Arrays = pattern(push.token)
     layout = whole_layout(arrays)
-
-    def open_source(indexes: Sequence[int], stream: Layout) -> TensorSource:
-        names = [layout.placements[index].shard.tensor for index in indexes]
-        tensors = [torch.from_numpy(arrays[name]).to(DEVICE) for name in names]
-        if push.under_way:
-            return BusySource(stream, tensors, halt)
-        first = len(names) if push.halts_at is None else round(push.halts_at * len(names))
-        return HaltingSource(stream, tensors, first, halt)
-
+    tensors = [torch.from_numpy(arrays[placement.shard.tensor]).to(DEVICE) for placement in layout.placements]
+    first = len(tensors) if push.halts_at is None else round(push.halts_at * len(tensors))
+    shards: TensorSource
+    shards = BusySource(layout, tensors, halt) if push.under_way else HaltingSource(layout, tensors, first, halt)
     try:
         handle = client.push_shards(
-            push.model, layout, TensorSpace.HUGGING_FACE, open_source, step=push.step, rank=0, world_size=1
+            push.model, layout, TensorSpace.HUGGING_FACE, shards, step=push.step, rank=0, world_size=1
         )
         report = handle.report(_PUSH_SECONDS)
     except Exception as error:  # a client that was closed meanwhile raises what it comes across

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,9 +30,9 @@ from weighbridge._core.text.counts import counted
 from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.shortening import shortened
 from weighbridge._core.text.waits import REMIND_SECONDS, Reminder, ranks_text
-from weighbridge._formats.gathered_shards import OpenPassing
+from weighbridge._formats.gathered_shards import ArrivingWeights
 from weighbridge._formats.push_counts import PlacedPart, PushCounts
-from weighbridge._formats.push_sources import OpenSource, StagingPool
+from weighbridge._formats.push_sources import HeldShards, StagingPool
 from weighbridge._formats.replica_checksums import ReplicaChecksums
 from weighbridge._tracing import spans
 from weighbridge.errors import (
@@ -109,6 +109,40 @@ class PushTerms:
         return PushTerms(self.hold, None if self.agreement is None else self.agreement.behind())
 
 
+@dataclass(slots=True)
+class _RankPush:
+    """The push of one rank that has declared its layout.
+
+    Attributes:
+        stream: stream of the bytes that are sent over gRPC.
+        layout: layout of the shards that the rank holds.
+        declared: response of the service to that layout.
+        chosen: layout of the shards that the rank must push.
+        shards: the shards that the rank holds.
+        copying: copies of the shards.
+        hold_seal: see `Pusher.push`.
+        hold: limit of the time for which the push may block its rank.
+        began, returned: times at which the call began and returned, by the monotonic clock.
+        turn: acquired by the caller or the thread, whichever is first. It ends the push.
+        report: result of the push.
+        taken: the copied shards; None before they are copied.
+    """
+
+    stream: RankStream
+    layout: Layout
+    declared: pb.DeclareLayoutResponse
+    chosen: Layout
+    shards: HeldShards | ArrivingWeights
+    copying: Copying
+    hold_seal: bool
+    hold: Hold
+    began: float
+    returned: float = 0.0
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    report: Future[PushReport] = field(default_factory=Future)
+    taken: _Taken | None = None
+
+
 ALONE = PushTerms()
 """Terms of a push without a time limit, made by ranks without a process group."""
 
@@ -156,7 +190,7 @@ class Pusher:
         rank: int,
         layout: Layout,
         space: TensorSpace,
-        open_source: OpenSource | OpenPassing,
+        shards: HeldShards | ArrivingWeights,
         *,
         hold_seal: bool = False,
         behind: pb.OpenVersionRequest | None = None,
@@ -173,13 +207,13 @@ class Pusher:
             rank: number of the rank.
             layout: shards that the rank holds, as one stream.
             space: space of the tensors' names.
-            open_source: opens the bytes of the shards that this rank must push. It is called earlier for shards that
-                other ranks hold too, to compare them. Other ranks do not hold shards of an `OpenPassing`.
+            shards: these shards. Shards that other ranks hold too are compared with theirs; other ranks do not hold
+                shards of `ArrivingWeights`.
             hold_seal: whether only `PushHandle.seal` seals the rank.
             behind: opening of the push that follows on all ranks. If this rank fails, the other ranks are notified that
                 the rank will not take part in it.
-            copying: copies of the shards; by default they are made in the call. If a thread makes them, ``open_source``
-                is not an `OpenPassing`, and ``hold_seal`` is false.
+            copying: copies of the shards; by default they are made in the call. If a thread makes them, ``shards`` are
+                not `ArrivingWeights`, and ``hold_seal`` is false.
             terms: terms of the push. Nothing is copied before all ranks have agreed.
             registration: registration of the model, if the push may be the model's first one or have another config.
 
@@ -190,8 +224,7 @@ class Pusher:
         connection, model = self._connection, opening.model
         copying = Copying() if copying is None else copying
         has_slot, number = False, 0
-        turn = threading.Lock()  # the caller or the thread, whichever acquires it first, ends the push
-        taken: _Taken | None = None
+        push: _RankPush | None = None
         said: dict[str, str | int] = {
             "weighbridge.model": model,
             "weighbridge.step": opening.step,
@@ -215,25 +248,25 @@ class Pusher:
             needed = [*declared.assigned, *declared.shared]
             chosen = layout.select(list(declared.assigned))
             self._expect(model, layout, declared)
-            report: Future[PushReport] = Future()
             placed = [PlacedPart(each.start, each.end, each.places) for each in declared.placed]
             counts = PushCounts(chosen, placed)
             stream = RankStream(connection, header, at, routes_of(declared, rank), counts, span)
-            take = partial(self._take, stream, layout, declared, chosen, open_source, copying)
+            push = _RankPush(
+                stream, layout, declared, chosen, shards, copying, hold_seal=hold_seal, hold=terms.hold, began=started
+            )
             if not copying.is_behind(needed):
-                taken = take()
-            kept = started, time.monotonic()
-            rest = partial(self._go_on, turn, report, stream, kept, taken or take, copying, hold_seal, terms.hold)
+                push.taken = self._take(push)
+            push.returned = time.monotonic()
             # not a daemon: a trainer that ends after its last push must not lose it
-            threading.Thread(target=rest, name=f"push-{model}@{number}").start()
+            threading.Thread(target=self._go_on, args=(push,), name=f"push-{model}@{number}").start()
         except BaseException as error:
             if terms.agreement is not None:
                 terms.agreement.refuse(error)
-            if turn.acquire(blocking=False):  # an interrupt may come when the thread has begun
+            if push is None or push.turn.acquire(blocking=False):  # an interrupt may come when the thread has begun
                 if has_slot:
                     self._slots.release()
-                if taken is not None:
-                    taken.delivery.release()
+                if push is not None and push.taken is not None:
+                    push.taken.delivery.release()
                 copying.release()
                 spans.fail(span, error)
                 span.end()
@@ -256,9 +289,9 @@ class Pusher:
                     self._refuse(behind, rank, error)
             raise
         with self._lock:
-            self._running = [each for each in self._running if not each.done()] + [report]
-        seal = partial(stream.seal, taken.replicas) if taken is not None and hold_seal else None
-        return PushHandle(connection, model, number, chosen.nbytes, report, seal, copying)
+            self._running = [each for each in self._running if not each.done()] + [push.report]
+        seal = partial(stream.seal, push.taken.replicas) if push.taken is not None and hold_seal else None
+        return PushHandle(connection, model, number, chosen.nbytes, push.report, seal, copying)
 
     def _declare(
         self, header: pb.PushHeader, layout: Layout, space: TensorSpace, terms: PushTerms, at: str
@@ -382,42 +415,27 @@ class Pusher:
         else:
             self._pushed.pop(model, None)
 
-    def _take(
-        self,
-        stream: RankStream,
-        layout: Layout,
-        declared: pb.DeclareLayoutResponse,
-        chosen: Layout,
-        open_source: OpenSource | OpenPassing,
-        copying: Copying,
-    ) -> _Taken:
-        """Copy the shards of a rank.
-
-        Args:
-            stream: stream for the shards that are sent over gRPC.
-            layout: layout of all shards that the rank holds.
-            declared: response of the service to that layout.
-            chosen: layout of the shards that the rank must push.
-            open_source, copying: see `push`.
-        """
+    def _take(self, push: _RankPush) -> _Taken:
+        """Copy the shards of a rank."""
+        stream, chosen, shards, declared = push.stream, push.chosen, push.shards, push.declared
         header, counts = stream.header, stream.counts
         replicas: Sequence[pb.ReplicaChecksum] = ()
         copy = spans.child(stream.span, "weighbridge.copy", {"weighbridge.bytes": chosen.nbytes})
-        with copy, copying.made():
+        with copy, push.copying.made():
             begun = time.monotonic()
-            if isinstance(open_source, OpenPassing):
-                passing = open_source.make(chosen)
+            if isinstance(shards, ArrivingWeights):
+                passing = shards.shards(chosen)
                 granted = ask_memory(self._connection.lane_at(stream.at), header, chosen)
                 delivery = take_passing(
-                    granted, chosen, passing, stream.send, open_source.buffer_bytes, counts, self.staging
+                    granted, chosen, passing, stream.send, shards.buffer_bytes, counts, self.staging
                 )
                 casts = passing.casts
             else:
                 visible = partial(self._is_visible, header.model)
                 replicas = self._replicas.of_push(
-                    header.model, header.number, layout, declared.shared, open_source, visible
+                    header.model, header.number, push.layout, declared.shared, shards, visible
                 )
-                source = open_source(list(declared.assigned), chosen)
+                source = shards.select(list(declared.assigned), chosen)
                 if declared.shifts:
                     source = source.shifted(dict(declared.shifts))
                 casts = source.casts
@@ -425,46 +443,33 @@ class Pusher:
                 delivery = copy_out(granted, chosen, source, counts)
             return _Taken(delivery, casts, replicas, chosen.nbytes, time.monotonic() - begun)
 
-    def _go_on(
-        self,
-        turn: threading.Lock,
-        report: Future[PushReport],
-        stream: RankStream,
-        kept: tuple[float, float],
-        taken: _Taken | Callable[[], _Taken],
-        copying: Copying,
-        hold_seal: bool,
-        hold: Hold,
-    ) -> None:
-        """Copy the shards of a rank, if that has not been done, and deliver them. Runs in a thread. ``kept`` contains
-        the times at which the push began and returned.
-        """
-        if not turn.acquire(blocking=False):
+    def _go_on(self, push: _RankPush) -> None:
+        """Copy the shards of a rank, if that has not been done, and deliver them. Runs in a thread."""
+        if not push.turn.acquire(blocking=False):
             return
+        stream = push.stream
         try:
-            if not isinstance(taken, _Taken):
-                with held(hold):  # the optimizer's step may wait for the copy
+            if push.taken is None:
+                with held(push.hold):  # the optimizer's step may wait for the copy
                     try:
-                        taken = taken()
+                        push.taken = self._take(push)
                     except BaseException as error:
                         self._give_up(stream.header, error)
                         raise
-            started, returned = kept
-            held_seconds = copying.kept_until(returned) - started
-            report.set_result(self._deliver(stream, held_seconds, taken, hold_seal))
+            push.report.set_result(self._deliver(push, push.taken))
         except BaseException as error:  # the handle's `report` and `wait` raise it
             spans.fail(stream.span, error)
-            if hold.policy.warns:
+            if push.hold.policy.warns:
                 log.error(
                     "%s@%d was not pushed; the loop goes on. %s",
                     stream.header.model,
                     stream.header.number,
                     error,
                 )
-            report.set_exception(error)
+            push.report.set_exception(error)
         finally:
             stream.span.end()
-            copying.release()
+            push.copying.release()
             self._slots.release()
 
     def _give_up(self, header: pb.PushHeader, error: BaseException, hold: Hold | None = None) -> None:
@@ -539,8 +544,10 @@ class Pusher:
             opened = self._connection.run(push_calls.open_version(opening, called=called), at=at)
         return opened, at
 
-    def _deliver(self, stream: RankStream, held_seconds: float, taken: _Taken, hold_seal: bool) -> PushReport:
-        started, counts, delivery = time.monotonic(), stream.counts, taken.delivery
+    def _deliver(self, push: _RankPush, taken: _Taken) -> PushReport:
+        stream, delivery = push.stream, taken.delivery
+        started, counts = time.monotonic(), stream.counts
+        held_seconds = push.copying.kept_until(push.returned) - push.began
         try:
             if delivery.granted.loan is not None:
                 counts.add(delivery.granted.loan.count())
@@ -550,7 +557,7 @@ class Pusher:
             broken = counts.by_tensor
             if broken:
                 log.warning(_told(stream.header, broken))
-            if not hold_seal:
+            if not push.hold_seal:
                 stream.seal(taken.replicas)
             stream.span.set_attribute("weighbridge.lane", delivery.granted.lane)
             stream.span.set_attribute("weighbridge.held_seconds", held_seconds)

@@ -18,7 +18,7 @@ from weighbridge._core.block_scales import QUANTIZED, SCALE_SUFFIX, block_of, sc
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
 from weighbridge._core.text.counts import counted, first_lines
-from weighbridge._formats.push_sources import MappedSource, StreamSource
+from weighbridge._formats.push_sources import HeldShards, MappedSource, StreamSource
 from weighbridge._memory.file_reads import OpenFile
 from weighbridge._transport.pieces import Buffer
 from weighbridge.errors import InvalidArgument
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Bytes = NDArray[np.uint8]
 
 
-class Dequantized:
+class Dequantized(HeldShards):
     """The tensors of a folder with its fp8 matrices converted to another dtype, and without their scales.
 
     Args:
@@ -85,8 +85,8 @@ class Dequantized:
             return f"{scale} has values that are not finite"
         return None
 
-    def open_source(self, indexes: Sequence[int], stream: Layout) -> _DequantizedSource:
-        """The source of a push of these shards."""
+    def select(self, indexes: Sequence[int], stream: Layout) -> _DequantizedSource:
+        """See `HeldShards.select`."""
         places = [self._places[p.shard.tensor] for p in stream.placements]
         return _DequantizedSource(stream, places, self)
 

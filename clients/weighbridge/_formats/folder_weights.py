@@ -8,7 +8,7 @@ import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
@@ -23,8 +23,8 @@ from weighbridge._formats.naming.parameter_names import check_merged, has_own_ad
 from weighbridge._formats.naming.weight_files import MERGE_ADAPTER
 from weighbridge._formats.push_sources import (
     CastingSource,
+    HeldShards,
     MappedSource,
-    OpenSource,
     StreamSource,
     cast_dtypes,
 )
@@ -67,7 +67,7 @@ class FolderWeights:
 
     Attributes:
         layout: the weights as one stream, in the order of the files.
-        open_source: opens the source of some of its shards.
+        shards: its shards.
         config_json: the config that belongs to them.
         stand_ins: creates tensors without data for checks of names, shapes and dtypes.
         cast_from: safetensors' names of the dtypes in the files that are cast, or dequantised, as they are read.
@@ -76,7 +76,7 @@ class FolderWeights:
     """
 
     layout: Layout
-    open_source: OpenSource = field(repr=False)
+    shards: HeldShards = field(repr=False)
     config_json: bytes = field(repr=False)
     stand_ins: Callable[[], StandIns] = field(repr=False)
     cast_from: tuple[str, ...] = ()
@@ -117,7 +117,7 @@ class FolderWeights:
             }
             return FolderWeights(
                 weights.layout,
-                weights.open_source,
+                weights,
                 weights.config_json,
                 lambda: StandIns(Layout({}, ()), {}),
                 tuple(sorted(cast)),
@@ -126,7 +126,7 @@ class FolderWeights:
         layout = Layout.stream(files.tensors.values(), [p.shard for p in files.placements])
         return FolderWeights(
             layout,
-            MappedSource.opener(files.placements, buffers),
+            MappedSource(layout, files.placements, buffers),
             config_json,
             lambda: StandIns(files, buffers),
             remarks=remarks,
@@ -180,7 +180,7 @@ class FolderWeights:
         return replace(
             self,
             layout=found.layout,
-            open_source=stand_ins.opener(found.tensors),
+            shards=stand_ins.shards(found.layout, found.tensors),
             cast_from=tuple(cast_dtypes(found.layout, found.tensors)),
         )
 
@@ -231,13 +231,14 @@ class StandIns:
             data = self._space[start : start + placement.nbytes]
             self.tensors[spec.name] = data.view(spec.dtype.torch).reshape(spec.shape)
 
-    def opener(self, tensors: Sequence[torch.Tensor]) -> OpenSource:
-        """Creates the source for some of these tensors: the stand-ins, or views of them.
+    def shards(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> HeldShards:
+        """Shards that are read, and cast, as they are pushed.
 
-        They are read, and cast, as they are pushed.
+        Args:
+            layout: layout of the shards, as one stream.
+            tensors: the tensor of each: a stand-in, or a view of one.
         """
-        parts = [self._part(tensor) for tensor in tensors]
-        return lambda indexes, layout: _CastFiles(layout, [tensors[i] for i in indexes], [parts[i] for i in indexes])
+        return _CastFiles(layout, tensors, [self._part(tensor) for tensor in tensors])
 
     def _part(self, tensor: torch.Tensor) -> _FilePart:
         if not tensor.numel():
@@ -270,6 +271,12 @@ class _CastFiles(CastingSource):
     def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor], parts: Sequence[_FilePart]) -> None:
         super().__init__(layout, tensors)
         self._parts = parts
+
+    def select(self, indexes: Sequence[int], stream: Layout) -> Self:
+        """See `HeldShards.select`."""
+        made = super().select(indexes, stream)
+        made._parts = [self._parts[index] for index in indexes]
+        return made
 
     def stage(self, ranges: Ranges) -> StreamSource:
         """See `ShardSource.stage`."""

@@ -7,7 +7,7 @@ concurrently, and no rank holds more than the tensor that it is receiving.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -308,13 +308,30 @@ def _sums(octets: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenPassing:
-    """Factory of the arriving shards, used once the layout of the rank's shards is known.
+class ArrivingWeights:
+    """Whole tensors that will arrive, before it is known which shards of them the rank pushes.
 
     Attributes:
-        make: creates the shards from that layout.
-        buffer_bytes: host memory for the part of them that is sent over gRPC.
+        weights, model, rank, ranks, cast, expected: as for `GatheredShards`.
+        buffer_bytes: host memory for the part of the shards that is sent over gRPC.
     """
 
-    make: Callable[[Layout], GatheredShards]
+    weights: Iterator[Any]
+    model: TensorForms
+    rank: int
+    ranks: int
+    cast: str
+    expected: Collection[str] | None
     buffer_bytes: int
+
+    def shards(self, stream: Layout) -> GatheredShards:
+        """The shards with this layout, as they arrive."""
+        return GatheredShards(
+            self.weights,
+            self.model,
+            stream,
+            rank=self.rank,
+            ranks=self.ranks,
+            cast=self.cast,
+            expected=self.expected,
+        )

@@ -36,9 +36,22 @@ from weighbridge._transport.pieces import Buffer
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OpenSource", "ShardSource", "StreamSource"]
+__all__ = ["HeldShards", "ShardSource", "StreamSource"]
 
 Bytes = NDArray[np.uint8]
+
+
+class HeldShards(ABC):
+    """The shards that a rank holds, before it is known which of them it pushes."""
+
+    @abstractmethod
+    def select(self, indexes: Sequence[int], stream: Layout) -> ShardSource:
+        """Source of some of the shards. It may be called any number of times, also for the same shards.
+
+        Args:
+            indexes: indexes of the shards.
+            stream: layout of these shards, as one stream.
+        """
 
 
 class ShardSource(ABC):
@@ -174,11 +187,7 @@ class _Shifted(StreamSource):
         self._source.release()
 
 
-OpenSource = Callable[[Sequence[int], Layout], ShardSource]
-"""Creates the source for the shards that a rank pushes, from their indexes and their layout as a stream."""
-
-
-class TensorSource(ShardSource):
+class TensorSource(ShardSource, HeldShards):
     """Shards that are tensors.
 
     Args:
@@ -200,6 +209,12 @@ class TensorSource(ShardSource):
         self._layout = layout
         self._tensors = tensors
         self._shifts = shifts
+
+    def select(self, indexes: Sequence[int], stream: Layout) -> Self:
+        """See `HeldShards.select`."""
+        made = copy.copy(self)
+        made._layout, made._tensors = stream, [self._tensors[index] for index in indexes]
+        return made
 
     def stage(self, ranges: Ranges) -> StreamSource:
         """See `ShardSource.stage`."""
@@ -300,11 +315,6 @@ class CastingSource(TensorSource):
     def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(StagingPool(), layout, tensors)
 
-    @staticmethod
-    def opener(tensors: Sequence[torch.Tensor]) -> OpenSource:
-        """Makes the source for some of these tensors."""
-        return lambda indexes, layout: CastingSource(layout, [tensors[i] for i in indexes])
-
     def stage(self, ranges: Ranges) -> StreamSource:
         """See `ShardSource.stage`."""
         return _Casting(self._layout, self._tensors, self._shifts)
@@ -399,7 +409,7 @@ class _Staged(StreamSource):
         self._release()
 
 
-class MappedSource(StreamSource):
+class MappedSource(StreamSource, HeldShards):
     """A stream whose shards are in files, each contiguous in one of them; nothing is held in memory.
 
     Args:
@@ -416,15 +426,9 @@ class MappedSource(StreamSource):
         self._places = [p for _, p in filled]
         self._files = files
 
-    @staticmethod
-    def opener(placements: Sequence[Placement], files: Mapping[str, Bytes | OpenFile]) -> OpenSource:
-        """Makes the source for some of the shards that lie in files.
-
-        Args:
-            placements: for each shard, where its bytes lie.
-            files: the files: open, or in memory.
-        """
-        return lambda indexes, stream: MappedSource(stream, [placements[i] for i in indexes], files)
+    def select(self, indexes: Sequence[int], stream: Layout) -> MappedSource:
+        """See `HeldShards.select`."""
+        return MappedSource(stream, [self._all_places[index] for index in indexes], self._files)
 
     def read(self, start: int, stop: int) -> Buffer:
         """Bytes ``start`` to ``stop`` of the stream."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from weighbridge._core.layouts import Layout, Shard
-from weighbridge._formats.push_sources import OpenSource
+from weighbridge._formats.push_sources import HeldShards
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 _STAGED_BYTES = 64 << 20
@@ -40,7 +40,7 @@ class ReplicaChecksums:
         number: int,
         layout: Layout,
         shared: Sequence[int],
-        open_source: OpenSource,
+        shards: HeldShards,
         is_visible: Callable[[int], bool],
     ) -> list[pb.ReplicaChecksum]:
         """The checksums for one push.
@@ -50,7 +50,7 @@ class ReplicaChecksums:
             number: number of the version: all ranks sample the same parts.
             layout: the shards that the rank holds.
             shared: indexes of those that other ranks also have.
-            open_source: opens the source of shards by index, as for the push.
+            shards: these shards.
             is_visible: whether a version of the model, by its number, has become visible.
         """
         if not shared:
@@ -63,9 +63,7 @@ class ReplicaChecksums:
             parts += [(index, 0, layout.placements[index].nbytes) for index in shared]
         parts = list(dict.fromkeys(parts))[:_MOST]
         return [
-            pb.ReplicaChecksum(
-                shard=index, start=start, end=end, checksum=_checksum(layout, index, start, end, open_source)
-            )
+            pb.ReplicaChecksum(shard=index, start=start, end=end, checksum=_checksum(layout, index, start, end, shards))
             for index, start, end in parts
         ]
 
@@ -98,9 +96,9 @@ def _dice(shard: Shard, number: int) -> int:
     return zlib.crc32(f"{shard.tensor} {shard.box} {number}".encode())
 
 
-def _checksum(layout: Layout, index: int, start: int, end: int, open_source: OpenSource) -> int:
+def _checksum(layout: Layout, index: int, start: int, end: int, shards: HeldShards) -> int:
     digest = xxhash.xxh3_64()
-    source = open_source([index], layout.select([index]))
+    source = shards.select([index], layout.select([index]))
     try:
         for begin in range(start, end, _STAGED_BYTES):
             stop = min(begin + _STAGED_BYTES, end)

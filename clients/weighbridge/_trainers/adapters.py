@@ -58,15 +58,19 @@ class Adapters:
         said = {BASE: base, ADAPTER_DIGEST: adapter_digest(found.config_json, tensors)}
         call.options["metadata"] = {**(call.options.get("metadata") or {}), **said}
         call.registration = _registration(call, base, found.config_json, tensors)
-        return self._pushes.shards(call, found.layout, TensorSpace.HUGGING_FACE, found.open_source)
+        return self._pushes.shards(call, found.layout, TensorSpace.HUGGING_FACE, found.shards)
 
     def push(self, call: PushCall, peft_model: Any, base: str, adapter_name: str, embeddings: bool | str) -> PushHandle:
         """Push an adapter of a model in training; see `TrainerClient.push_adapter`."""
         check_base(base)
         call.opening.metadata[BASE].text = base
-        find = partial(self._found, call, peft_model, base, adapter_name, embeddings)
-        with self._pushes.on_terms(call):
-            call.handle = self._pushes.tensors(call, TensorSpace.HUGGING_FACE, find)
+        with self._pushes.on_terms(call), self._pushes.copying(call) as copies:
+            with self._pushes.telling(call):
+                shards = self._found(call, peft_model, base, adapter_name, embeddings)
+                self._pushes.begin(call, copies, shards.layout, shards.tensors)
+            call.handle = self._pushes.tensors(
+                call, TensorSpace.HUGGING_FACE, shards.layout, shards.tensors, copies=copies
+            )
             if is_megatron(peft_model):
                 self._pushes.pusher.forget(call.terms)
         return call.handle

@@ -17,9 +17,9 @@ from weighbridge._clients.copying.copies import (
     key_of,
     on_streams,
     points_of,
-    staged_source,
 )
-from weighbridge._formats.push_sources import OpenSource, StagingPool
+from weighbridge._core.layouts import Layout
+from weighbridge._formats.push_sources import HeldShards, StagingPool, TensorSource
 from weighbridge._trainers.states.steady import Steady, steady_until_step
 from weighbridge.errors import InvalidArgument
 
@@ -119,12 +119,14 @@ class CopiesUntilStep(Copies):
         """See `Copies.keep`."""
         self._settled.update((key_of(each), each) for each in tensors)
 
-    def source(self, tensors: Sequence[torch.Tensor], staging: StagingPool) -> tuple[OpenSource, Copying]:
-        """See `Copies.source`."""
+    def shards(
+        self, layout: Layout, tensors: Sequence[torch.Tensor], staging: StagingPool
+    ) -> tuple[HeldShards, Copying]:
+        """See `Copies.shards`."""
         settled = [self._settle(each) for each in tensors]
         copying = CopyingBehind(settled)
         self._gate.hold(self._steady.optimizers, copying)
-        return staged_source(settled, staging), copying
+        return TensorSource(staging, layout, settled), copying
 
     def _settle(self, tensor: torch.Tensor) -> torch.Tensor:
         key = key_of(tensor)

@@ -22,7 +22,7 @@ from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._formats.memory_forms import TensorForms
 from weighbridge._formats.naming.weight_files import ADAPTER_WEIGHTS
 from weighbridge._formats.peft_models import peft_model_in
-from weighbridge._formats.push_sources import MappedSource, OpenSource
+from weighbridge._formats.push_sources import HeldShards, MappedSource
 from weighbridge._formats.safetensors_files import layout_of_files, map_file
 from weighbridge._formats.side_files.regular import read_regular
 from weighbridge._formats.torch_state import adapter_forms
@@ -44,12 +44,12 @@ class AdapterFolder:
     Attributes:
         config_json: content of the adapter's ``adapter_config.json``.
         layout: the adapter's tensors as one stream, in the order of the file.
-        open_source: opens the bytes of some of the shards.
+        shards: these tensors.
     """
 
     config_json: bytes = field(repr=False)
     layout: Layout
-    open_source: OpenSource = field(repr=False)
+    shards: HeldShards = field(repr=False)
 
     @staticmethod
     def read(folder: Path) -> AdapterFolder:
@@ -80,11 +80,9 @@ class AdapterFolder:
             raise NotFound(f"there is no {ADAPTER_WEIGHTS} in {folder}", fix="save or download the adapter again")
         buffers = {ADAPTER_WEIGHTS: map_file(folder, ADAPTER_WEIGHTS)}
         found = layout_of_files({name: file.data for name, file in buffers.items()}).layout
-        return AdapterFolder(
-            read_regular(folder / ADAPTER_CONFIG, folder),
-            Layout.stream(found.tensors.values(), [placement.shard for placement in found.placements]),
-            MappedSource.opener(found.placements, buffers),
-        )
+        stream = Layout.stream(found.tensors.values(), [placement.shard for placement in found.placements])
+        config_json = read_regular(folder / ADAPTER_CONFIG, folder)
+        return AdapterFolder(config_json, stream, MappedSource(stream, found.placements, buffers))
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.copying.ahead import CopiesAhead
@@ -19,13 +18,13 @@ from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options, say
 from weighbridge._clients.pushing import Pusher, PushTerms
 from weighbridge._core.layouts import Layout
-from weighbridge._core.references import is_training
+from weighbridge._core.references import is_training, training_of
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats.folder_weights import FolderWeights
-from weighbridge._formats.gathered_shards import GatheredShards, OpenPassing, held_layout, share_layout
+from weighbridge._formats.gathered_shards import ArrivingWeights, held_layout, share_layout
 from weighbridge._formats.megatron_state import WeightShards, as_registered, sharded_tensors
 from weighbridge._formats.peft_models import merges_together
-from weighbridge._formats.push_sources import OpenSource, cast_dtypes
+from weighbridge._formats.push_sources import HeldShards, cast_dtypes
 from weighbridge._formats.torch_state import check_cast, rank_and_world, torch_shards
 from weighbridge._trainers.copies_until_step import StepGate
 from weighbridge._trainers.known_tensors import KnownTensors
@@ -40,18 +39,6 @@ if TYPE_CHECKING:
     from weighbridge._trainers.states.training_state import TrainingState, TrainingTensors
 
 log = logging.getLogger(__name__)
-
-
-class _Shards(Protocol):
-    """The shards of a model that a rank holds, as one stream, with a tensor for each."""
-
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def tensors(self) -> Sequence[torch.Tensor]: ...
-
-
-FoundT = TypeVar("FoundT", bound=_Shards)
 
 
 @dataclass(slots=True)
@@ -175,12 +162,12 @@ class Pushes:
                 raise
             call.handle = self._skipped(opening, "step", error)
 
-    def shards(self, call: PushCall, layout: Layout, space: TensorSpace, open_source: OpenSource) -> PushHandle:
+    def shards(self, call: PushCall, layout: Layout, space: TensorSpace, shards: HeldShards) -> PushHandle:
         """Push the shards of any layout; see `TrainerClient.push_shards`."""
         with self.on_terms(call):
             self._say(call)
             call.handle = self.pusher.push(
-                call.opening, call.rank, layout, space, open_source, hold_seal=call.hold_seal, terms=call.terms,
+                call.opening, call.rank, layout, space, shards, hold_seal=call.hold_seal, terms=call.terms,
                 registration=call.registration,
             )  # fmt: skip
         return call.handle
@@ -188,21 +175,22 @@ class Pushes:
     def weights(self, call: PushCall, weights: FolderWeights) -> PushHandle:
         """Push the weights of a folder; see `TrainerClient.push_folder`."""
         call.opening.cast_from.extend(weights.cast_from)
-        return self.shards(call, weights.layout, TensorSpace.HUGGING_FACE, weights.open_source)
+        return self.shards(call, weights.layout, TensorSpace.HUGGING_FACE, weights.shards)
 
     def megatron(self, call: PushCall, trained: Any, cast: str, until: Any) -> PushHandle:
         """Push a sharded state dict of Megatron-core; see `TrainerClient.push`."""
         from weighbridge._trainers.states.megatron_training import training_tensors
 
         check_cast(cast)
-        find = partial(self._weight_shards, call.opening.model, trained, cast)
-        with self.on_terms(call):
+        with self.on_terms(call), self.copying(call, until) as copies:
+            with self.telling(call):
+                shards = self._weight_shards(call.opening.model, trained, cast)
+                self.begin(call, copies, shards.layout, shards.tensors)
+                state = None
+                if call.beside.given:
+                    state = self._state(call, copies, training_tensors(shards.held, call.beside.optimizer))
             call.handle = self.tensors(
-                call,
-                TensorSpace.MEGATRON,
-                find,
-                until,
-                lambda shards: training_tensors(shards.held, call.beside.optimizer),
+                call, TensorSpace.MEGATRON, shards.layout, shards.tensors, copies=copies, state=state
             )
         return call.handle
 
@@ -214,10 +202,16 @@ class Pushes:
         with self.on_terms(call), self._known.of(model) as tensors:
             if merges_together(trained):
                 self.pusher.meet(model, call.terms)
-            find = partial(torch_shards, trained, tensors, cast=cast, whole=alone, of=model)
-            call.handle = self.tensors(
-                call, TensorSpace.HUGGING_FACE, find, until, lambda _: training_tensors(trained, call.beside.optimizer)
-            )  # fmt: skip
+            with self.copying(call, until) as copies:
+                with self.telling(call):
+                    shards = torch_shards(trained, tensors, cast=cast, whole=alone, of=model)
+                    self.begin(call, copies, shards.layout, shards.tensors)
+                    state = None
+                    if call.beside.given:
+                        state = self._state(call, copies, training_tensors(trained, call.beside.optimizer))
+                call.handle = self.tensors(
+                    call, TensorSpace.HUGGING_FACE, shards.layout, shards.tensors, copies=copies, state=state
+                )
         return call.handle
 
     def gathered(
@@ -236,78 +230,86 @@ class Pushes:
             with self.pusher.telling([opening], rank, call.terms):
                 if held is None:
                     shares = share_layout(tensors, rank, ranks)
-                    given = partial(GatheredShards, rank=rank, ranks=ranks)
+                    weights = ArrivingWeights(passing, tensors, rank, ranks, cast, None, buffer_bytes)
                 else:
                     shares = held_layout(tensors, held)
-                    given = partial(GatheredShards, rank=0, ranks=1, expected=shares.tensors)
-            passed = OpenPassing(partial(given, passing, tensors, cast=cast), buffer_bytes)
-            call.handle = self.pusher.push(opening, rank, shares, TensorSpace.HUGGING_FACE, passed, terms=call.terms)
+                    weights = ArrivingWeights(passing, tensors, 0, 1, cast, shares.tensors, buffer_bytes)
+            call.handle = self.pusher.push(opening, rank, shares, TensorSpace.HUGGING_FACE, weights, terms=call.terms)
         return call.handle
+
+    @contextmanager
+    def copying(self, call: PushCall, until: Any = None) -> Iterator[Copies]:
+        """Context of the copies of a call, which has begun. The rank finds and pushes its tensors in it.
+
+        Args:
+            call: the call. Its options are put into its opening.
+            until: see `TrainerClient.push`.
+        """
+        self._say(call)
+        with ExitStack() as stack:
+            with self.telling(call):
+                copies = stack.enter_context(self._copies(until, call.beside))
+            yield copies
+
+    def telling(self, call: PushCall) -> AbstractContextManager[None]:
+        """Context that notifies the other ranks of a call if its block raises."""
+        return self.pusher.telling([call.opening, call.behind], call.rank, call.terms)
+
+    def begin(self, call: PushCall, copies: Copies, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin to copy the tensors of the shards that a rank holds, as far as it will probably push them."""
+        self.pusher.begin(copies, call.opening.model, layout, tensors)
+        call.opening.cast_from.extend(cast_dtypes(layout, tensors))
+
+    def _state(self, call: PushCall, copies: Copies, own: TrainingTensors) -> TrainingState:
+        """Begin to copy the tensors of a training state, and return the state."""
+        self.training.begin(copies, training_of(call.opening.model), own.layout, own.tensors)
+        return training_state(own, call.rank, call.beside.state, call.beside.rank_state)
 
     def tensors(
         self,
         call: PushCall,
         space: TensorSpace,
-        find_shards: Callable[[], FoundT],
-        until: Any = None,
-        training_tensors: Callable[[FoundT], TrainingTensors] | None = None,
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        *,
+        copies: Copies,
+        state: TrainingState | None = None,
     ) -> PushHandle:
-        """Push a rank's tensors, and after them its training state if the caller gives one. If the tensors are refused,
-        all ranks are notified.
+        """Push a rank's tensors, and after them its training state if the call has one.
 
         Args:
-            call: the call, which has begun.
+            call: the call.
             space: space of the shards' names.
-            find_shards: returns the shards of the model that the rank holds.
-            until: see `TrainerClient.push`.
-            training_tensors: returns the rank's tensors of model and optimizer, given these shards; None if no training
-                state is pushed.
+            layout: layout of the shards that the rank holds, as one stream.
+            tensors: the tensor of each shard.
+            copies: copies of the call.
+            state: the rank's training state.
         """
-        self._say(call)
-        opening, behind, rank, terms = call.opening, call.behind, call.rank, call.terms
-        state: TrainingState | None = None
-        with ExitStack() as stack:
-            with self.pusher.telling([opening, behind], rank, terms):
-                copies = stack.enter_context(self._copies(until, call.beside))
-                shards = find_shards()
-                layout, tensors = shards.layout, shards.tensors
-                self.pusher.begin(copies, opening.model, layout, tensors)
-                if behind is not None and training_tensors is not None:
-                    own = training_tensors(shards)
-                    self.training.begin(copies, behind.model, own.layout, own.tensors)
-                    state = training_state(own, rank, call.beside.state, call.beside.rank_state)
-                opening.cast_from.extend(cast_dtypes(layout, tensors))
-            source, copying = copies.source(tensors, self.pusher.staging)
-            handle = self.pusher.push(
-                opening,
-                rank,
-                layout,
-                space,
-                source,
-                behind=behind,
-                copying=copying,
-                terms=terms,
-                registration=call.registration,
-            )
-            if behind is None or state is None:
-                return handle
-            behind.at_least = handle.number
-            try:
-                copies.keep(state.tensors[-1:])  # the blob
-                source, copying = copies.source(state.tensors, self.training.staging)
-                handle.training = self.training.push(
-                    behind, rank, state.layout, state.space, source, copying=copying, terms=terms.behind()
-                )
-            except Exception as error:
-                error.add_note(f"This rank had already pushed the weights: {handle.model}@{handle.number}.")
-                if not terms.hold.policy.warns:
-                    raise
-                handle.training = self._skipped(behind, "the training state of step", error)
+        behind, rank, terms = call.behind, call.rank, call.terms
+        shards, copying = copies.shards(layout, tensors, self.pusher.staging)
+        handle = self.pusher.push(
+            call.opening, rank, layout, space, shards,
+            behind=behind, copying=copying, terms=terms, registration=call.registration,
+        )  # fmt: skip
+        if behind is None or state is None:
             return handle
+        behind.at_least = handle.number
+        try:
+            copies.keep(state.tensors[-1:])  # the blob
+            shards, copying = copies.shards(state.layout, state.tensors, self.training.staging)
+            handle.training = self.training.push(
+                behind, rank, state.layout, state.space, shards, copying=copying, terms=terms.behind()
+            )
+        except Exception as error:
+            error.add_note(f"This rank had already pushed the weights: {handle.model}@{handle.number}.")
+            if not terms.hold.policy.warns:
+                raise
+            handle.training = self._skipped(behind, "the training state of step", error)
+        return handle
 
     def _say(self, call: PushCall) -> None:
         """Put the options of a call into its opening. If they are refused, the other ranks are notified."""
-        with self.pusher.telling([call.opening, call.behind], call.rank, call.terms):
+        with self.telling(call):
             say(call.opening, call.options)
 
     def _copies(self, until: Any, beside: Beside[Mapping[str, Any]]) -> Copies:

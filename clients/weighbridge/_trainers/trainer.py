@@ -18,7 +18,7 @@ from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.references import Reference, training_of
 from weighbridge._core.resources import REF_LATEST, Model, Version
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats.push_sources import OpenSource
+from weighbridge._formats.push_sources import HeldShards
 from weighbridge._formats.side_files.reading import CONFIG
 from weighbridge._trainers import model_folders, restoring
 from weighbridge._trainers.adapters import Adapters
@@ -279,7 +279,7 @@ class TrainerClient(Client):
         model: str,
         layout: Layout,
         space: TensorSpace,
-        open_source: OpenSource,
+        shards: HeldShards,
         *,
         step: int,
         rank: int,
@@ -296,8 +296,7 @@ class TrainerClient(Client):
             model: ``namespace/name`` of a registered model.
             layout: the shards that this rank holds, as one stream.
             space: space of the tensors' names, ``TensorSpace.MEGATRON`` or ``TensorSpace.HUGGING_FACE``.
-            open_source: opens the bytes of the shards that this rank must push. It is called earlier for shards that
-                other ranks hold too, to compare them.
+            shards: these shards. This rank pushes those that it must, and compares those that other ranks hold too.
             step, rank, world_size, run, request_id, options: see `push`.
             hold_seal: whether only `PushHandle.seal` seals this rank. Until then the version does not become visible.
             cast_from: safetensors' names of the dtypes from which the source casts; the version's manifest lists them.
@@ -305,7 +304,7 @@ class TrainerClient(Client):
         call = self._pushes.call(model, step, self._run(run), rank, world_size, request_id, options, part=True)
         call.hold_seal = hold_seal
         call.opening.cast_from.extend(cast_from)
-        return self._pushes.shards(call, layout, space, open_source)
+        return self._pushes.shards(call, layout, space, shards)
 
     def push_adapter(
         self,
@@ -590,7 +589,7 @@ class TrainerClient(Client):
         found = CheckpointFolder.read(Path(folder))
         step = known_step(found.step if step is None else step, folder)
         call = self._pushes.call(training_of(model), step, self._run(run), 0, 1, str(uuid.uuid4()), options, part=True)
-        return self._pushes.shards(call, found.layout, found.space, found.open_source)
+        return self._pushes.shards(call, found.layout, found.space, found.shards)
 
     def restore(
         self,

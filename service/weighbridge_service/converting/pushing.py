@@ -17,7 +17,7 @@ from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import safetensors_files
 from weighbridge._formats.folder_weights import StandIns
 from weighbridge._formats.hf_folder import in_dtype_of
-from weighbridge._formats.push_sources import MappedSource, OpenSource, cast_dtypes
+from weighbridge._formats.push_sources import HeldShards, MappedSource, cast_dtypes
 from weighbridge._formats.side_files.reading import CONFIG
 from weighbridge._memory.file_reads import OpenFile
 from weighbridge._trainers.states.checkpoints.checkpoint_step import step_of_folder
@@ -176,17 +176,17 @@ class CheckpointToPush:
         )
         declared = [replace(spec, dtype=tensors[self.targets[spec.name]].dtype) for spec in self.declared]
         stream = Layout.stream(declared, [shard for shard, _ in self.shards])
-        source: OpenSource = MappedSource.opener(places, files)
+        shards: HeldShards = MappedSource(stream, places, files)
         cast_from: tuple[str, ...] = ()
         if declared != list(self.declared):
-            source, cast_from = self._casting(stream, files)
+            shards, cast_from = self._casting(stream, files)
         return client.push_shards(
-            model, stream, self.space, source, step=step, rank=0, world_size=1, run=run,
+            model, stream, self.space, shards, step=step, rank=0, world_size=1, run=run,
             request_id=str(uuid.uuid4()), cast_from=cast_from, **options,
         )  # fmt: skip
 
-    def _casting(self, stream: Layout, files: Mapping[str, OpenFile]) -> tuple[OpenSource, tuple[str, ...]]:
-        """The shards as a stream in the dtypes of the cast, and their original dtypes under safetensors' names."""
+    def _casting(self, stream: Layout, files: Mapping[str, OpenFile]) -> tuple[HeldShards, tuple[str, ...]]:
+        """The shards in the dtypes of the cast, and their original dtypes under safetensors' names."""
         own = {spec.name: spec.dtype for spec in self.declared}
         specs, placements = {}, []
         for index, (shard, place) in enumerate(self.shards):  # each as a tensor of its own
@@ -195,7 +195,7 @@ class CheckpointToPush:
             placements.append(place._replace(shard=Shard(name, Box.whole(shard.box.extent))))
         stand_ins = StandIns(Layout(specs, tuple(placements)), files)
         tensors = [stand_ins.tensors[name] for name in specs]
-        return stand_ins.opener(tensors), tuple(cast_dtypes(stream, tensors))
+        return stand_ins.shards(stream, tensors), tuple(cast_dtypes(stream, tensors))
 
 
 def _in_dtype_of(tensors: Iterable[TensorSpec], side_files: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -64,7 +64,7 @@ def test_a_push_whose_version_was_lost_with_the_service_fails_with_the_reason_th
             trainer.register_files(MODEL, source.files)
             weights = FolderWeights.read(source.folder, source.files["config.json"])
             handle = trainer.push_shards(
-                MODEL, weights.layout, TensorSpace.HUGGING_FACE, weights.open_source,
+                MODEL, weights.layout, TensorSpace.HUGGING_FACE, weights.shards,
                 step=1, rank=0, world_size=1, hold_seal=True,
             )  # fmt: skip
             handle.report()

@@ -149,7 +149,7 @@ def test_a_stream_of_dequantised_weights_can_be_read_from_anywhere(folder: Path)
     config = (folder / "config.json").read_bytes()
     weights = Dequantized(files.layout, buffers, config, dtypes.parse("bf16"))
     stream = weights.layout
-    source = weights.open_source(range(len(stream.placements)), stream)
+    source = weights.select(range(len(stream.placements)), stream)
     whole = bytes(source.read(0, stream.nbytes))
     rng = random.Random(3)
     for _ in range(200):
@@ -165,7 +165,7 @@ def test_a_block_may_be_larger_than_the_matrix(folder: Path) -> None:
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1 << 40, 1 << 40]}}
     data = {"w": np.frombuffer(bytearray(save({name: weight, name + "_scale_inv": scale})), np.uint8)}
     weights = Dequantized(layout_of_files(data).layout, data, json.dumps(config).encode(), dtypes.parse("fp32"))
-    found = bytes(weights.open_source([0], weights.layout).read(0, weights.layout.nbytes))
+    found = bytes(weights.select([0], weights.layout).read(0, weights.layout.nbytes))
     assert torch.equal(
         torch.frombuffer(bytearray(found), dtype=torch.float32).reshape(weight.shape), weight.float() * 0.25
     )

@@ -34,7 +34,7 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.resources import VersionState
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats.push_sources import ShardSource, StagingPool, StreamSource, TensorSource
+from weighbridge._formats.push_sources import HeldShards, StagingPool, StreamSource, TensorSource
 from weighbridge._lane import protocol
 from weighbridge._lane.connection import LaneConnection
 from weighbridge._lane.plans import placed_copies
@@ -120,16 +120,12 @@ def push_ranks(
             (part if number % 2 else apart)(torch.from_numpy(cut(source.arrays[p.shard.tensor], p.shard.box)))
             for number, p in enumerate(layout.placements)
         ]
-
-        def open_source(indexes: Sequence[int], stream: Layout) -> ShardSource:
-            return TensorSource(StagingPool(), stream, [tensors[i] for i in indexes])
-
         handles.append(
             clients[rank].push_shards(
                 MODEL,
                 layout,
                 TensorSpace.HUGGING_FACE,
-                open_source,
+                TensorSource(StagingPool(), layout, tensors),
                 step=step,
                 rank=rank,
                 world_size=len(clients),
@@ -372,14 +368,17 @@ def test_nobody_may_write_to_a_version_of_which_all_bytes_have_come(
 def test_a_source_that_fails_gives_its_loan_back_and_says_why(
     service: RunningService, trainer: TrainerClient, sources: list[TinyModel]
 ) -> None:
-    class Broken(StreamSource):
+    class Broken(StreamSource, HeldShards):
+        def select(self, indexes: Sequence[int], stream: Layout) -> Broken:
+            return Broken(stream)
+
         def read(self, start: int, stop: int) -> bytes:
             raise DataLoss("the folder is damaged")
 
     layout = rows_layout(sources[0].arrays, 0, 1)
     with pytest.raises(DataLoss, match="the folder is damaged"):
         trainer.push_shards(
-            MODEL, layout, TensorSpace.HUGGING_FACE, lambda _indexes, stream: Broken(stream), step=1, rank=0, world_size=1
+            MODEL, layout, TensorSpace.HUGGING_FACE, Broken(layout), step=1, rank=0, world_size=1
         )  # fmt: skip
     eventually(lambda: service.service.images.usage().memory_in_use == 0)
 

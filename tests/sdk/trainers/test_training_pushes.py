@@ -21,13 +21,12 @@ from weighbridge import (
     CheckpointManager,
     InvalidArgument,
     Layout,
-    ShardSource,
     TrainerClient,
     VersionFailed,
 )
 from weighbridge._clients.copying.copies import CopiesInCall, Copying
 from weighbridge._clients.push_handle import PushHandle
-from weighbridge._formats.push_sources import CastingSource, OpenSource, StagingPool, StreamSource
+from weighbridge._formats.push_sources import CastingSource, HeldShards, StagingPool, StreamSource
 from weighbridge._formats.tensor_stream import Ranges
 
 MODEL = "acme/smol"
@@ -106,11 +105,10 @@ class Broken(CastingSource):
 class BrokenCopies(CopiesInCall):
     """Copies of tensors that cannot be copied."""
 
-    def source(self, tensors: Sequence[torch.Tensor], staging: StagingPool) -> tuple[OpenSource, Copying]:
-        def opened(indexes: Sequence[int], layout: Layout) -> ShardSource:
-            return Broken(layout, [tensors[index] for index in indexes])
-
-        return opened, Copying()
+    def shards(
+        self, layout: Layout, tensors: Sequence[torch.Tensor], staging: StagingPool
+    ) -> tuple[HeldShards, Copying]:
+        return Broken(layout, tensors), Copying()
 
 
 def pushed(client: TrainerClient, rank: int, step: int) -> PushHandle:

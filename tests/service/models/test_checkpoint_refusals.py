@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
@@ -34,7 +34,7 @@ from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats.push_sources import StagingPool, StreamSource
+from weighbridge._formats.push_sources import StagingPool, TensorSource
 from weighbridge.errors import InvalidArgument, LayoutError, NotFound, WeighbridgeError
 from weighbridge_service.models.bridges import bridge_for
 from weighbridge_service.models.megatron_layouts import all_ranks
@@ -521,16 +521,16 @@ def declare(address: str, name: str, layouts: Ranks) -> list[WeighbridgeError]:
     run = f"run-{next(_numbers)}"
 
     def push(rank: int) -> WeighbridgeError | None:
-        staging, layout = StagingPool(), layouts[rank]
-
-        def stage(indexes: Sequence[int], stream: Layout) -> StreamSource:
-            specs = [(layout.placements[i].shard, layout.tensors) for i in indexes]
-            return staging.stage(stream, [torch.zeros(s.box.extent, dtype=t[s.tensor].dtype.torch) for s, t in specs])
-
+        layout = layouts[rank]
+        held = [
+            torch.zeros(placement.shard.box.extent, dtype=layout.tensors[placement.shard.tensor].dtype.torch)
+            for placement in layout.placements
+        ]
+        shards = TensorSource(StagingPool(), layout, held)
         with TrainerClient(address, run=run) as client:
             try:
                 handle = client.push_shards(
-                    name, layout, TensorSpace.MEGATRON, stage, step=1, rank=rank, world_size=len(layouts)
+                    name, layout, TensorSpace.MEGATRON, shards, step=1, rank=rank, world_size=len(layouts)
                 )
                 handle.wait(timeout=60)
             except WeighbridgeError as error:

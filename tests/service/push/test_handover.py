@@ -8,7 +8,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +24,9 @@ from tests.support.raw_clients import Arrays, RawClient, TinyModel, assert_equal
 from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
 from weighbridge import EngineClient, TrainerClient
-from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import VersionState
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
+from weighbridge._formats.push_sources import StagingPool, TensorSource
 from weighbridge.errors import AlreadyExists, Unavailable
 from weighbridge_service.plan.declarations import Home, address_in, alone_at, is_alone_elsewhere
 from weighbridge_service.push.handover import HandedVersion
@@ -69,15 +68,10 @@ def replicas(folder: Path, source: TinyModel, count: int, **of_last: Any) -> Ite
 def push(address: str, arrays: Arrays, step: int = 1) -> int:
     """Push a model from one rank; returns when the version is ready."""
     layout = whole_layout(arrays)
-
-    def open_source(indexes: Sequence[int], stream: Layout) -> ShardSource:
-        tensors = [torch.from_numpy(arrays[layout.placements[i].shard.tensor]) for i in indexes]
-        return TensorSource(StagingPool(), stream, tensors)
-
+    tensors = [torch.from_numpy(arrays[placement.shard.tensor]) for placement in layout.placements]
+    shards = TensorSource(StagingPool(), layout, tensors)
     with TrainerClient(address) as trainer:
-        handle = trainer.push_shards(
-            MODEL, layout, TensorSpace.HUGGING_FACE, open_source, step=step, rank=0, world_size=1
-        )
+        handle = trainer.push_shards(MODEL, layout, TensorSpace.HUGGING_FACE, shards, step=step, rank=0, world_size=1)
         handle.report(60)
         trainer.wait_for(MODEL, handle.number, VersionState.READY, timeout=20)
     return handle.number

@@ -30,7 +30,7 @@ from weighbridge._clients.push_handle import PushHandle, PushReport
 from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import VersionState
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
+from weighbridge._formats.push_sources import StagingPool, TensorSource
 from weighbridge._formats.safetensors_files import lay_out_files
 from weighbridge._memory.strided import WrittenCounts
 from weighbridge._transport.addresses import Addresses
@@ -95,15 +95,11 @@ def push_all(
             )
             for p in layout.placements
         ]
-
-        def open_source(indexes: Sequence[int], stream: Layout) -> ShardSource:
-            return TensorSource(StagingPool(), stream, [held[i] for i in indexes])
-
         handle = clients[rank].push_shards(
             MODEL,
             layout,
             TensorSpace.HUGGING_FACE,
-            open_source,
+            TensorSource(StagingPool(), layout, held),
             step=step,
             rank=rank,
             world_size=len(clients),
@@ -178,14 +174,11 @@ class WatchedSource(TensorSource):
 def push_watched(client: TrainerClient, arrays: Arrays, rank: int, before: Callable[[], None]) -> PushHandle:
     """One of two ranks that cut tensors by rows pushes."""
     layout = rows_layout(arrays, rank, 2)
-
-    def open_source(indexes: Sequence[int], stream: Layout) -> ShardSource:
-        shards = [layout.placements[i].shard for i in indexes]
-        boxes = [tuple(slice(o, o + e) for o, e in zip(s.box.offset, s.box.extent, strict=True)) for s in shards]
-        tensors = [torch.from_numpy(arrays[s.tensor][b].copy()) for s, b in zip(shards, boxes, strict=True)]
-        return WatchedSource(stream, tensors, before)
-
-    return client.push_shards(MODEL, layout, TensorSpace.HUGGING_FACE, open_source, step=1, rank=rank, world_size=2)
+    shards = [placement.shard for placement in layout.placements]
+    boxes = [tuple(slice(o, o + e) for o, e in zip(s.box.offset, s.box.extent, strict=True)) for s in shards]
+    tensors = [torch.from_numpy(arrays[s.tensor][b].copy()) for s, b in zip(shards, boxes, strict=True)]
+    source = WatchedSource(layout, tensors, before)
+    return client.push_shards(MODEL, layout, TensorSpace.HUGGING_FACE, source, step=1, rank=rank, world_size=2)
 
 
 def test_a_rank_that_cannot_copy_the_rest_fails_the_version_and_gives_its_memory_back(

@@ -19,10 +19,16 @@ from weighbridge._clients.copying.copies import (
     key_of,
     on_streams,
     points_of,
-    staged_source,
 )
 from weighbridge._core.layouts import Layout
-from weighbridge._formats.push_sources import Bytes, CastingSource, OpenSource, ShardSource, StagingPool
+from weighbridge._formats.push_sources import (
+    Bytes,
+    CastingSource,
+    HeldShards,
+    ShardSource,
+    StagingPool,
+    TensorSource,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -75,17 +81,18 @@ class CopiesAhead(Copies):
         """See `Copies.keep`."""
         self._copies.update((key_of(each), each) for each in tensors)
 
-    def source(self, tensors: Sequence[torch.Tensor], staging: StagingPool) -> tuple[OpenSource, Copying]:
-        """See `Copies.source`.
+    def shards(
+        self, layout: Layout, tensors: Sequence[torch.Tensor], staging: StagingPool
+    ) -> tuple[HeldShards, Copying]:
+        """See `Copies.shards`.
 
         The push reads copied tensors from their copies, and gRPC sends these without another copy.
         """
         copies = [self._copies.get(key_of(each)) for each in tensors]
         pushed = [own if copy is None else copy for own, copy in zip(tensors, copies, strict=True)]
         copying = _CopyingAhead(self, frozenset(at for at, copy in enumerate(copies) if copy is not None))
-        steady, changing = CastingSource.opener(pushed), staged_source(pushed, staging)
         self._use()
-        return partial(_opened, copying, steady, changing), copying
+        return _ShardsAhead(copying, CastingSource(layout, pushed), TensorSource(staging, layout, pushed)), copying
 
     def __exit__(self, *raised: object) -> None:
         """Wait until all copies are made. Raises the error of a copy that failed."""
@@ -179,10 +186,23 @@ class _CopyingAhead(Copying):
         self._ahead.release()
 
 
-def _opened(
-    copying: _CopyingAhead, steady: OpenSource, changing: OpenSource, indexes: Sequence[int], stream: Layout
-) -> ShardSource:
-    return (steady if copying.is_behind(indexes) else changing)(indexes, stream)
+class _ShardsAhead(HeldShards):
+    """Shards of which some are copied ahead.
+
+    Args:
+        copying: copies of the push.
+        steady: the shards, as tensors that do not change.
+        changing: the shards, as tensors that may change.
+    """
+
+    def __init__(self, copying: _CopyingAhead, steady: HeldShards, changing: HeldShards) -> None:
+        self._copying = copying
+        self._steady = steady
+        self._changing = changing
+
+    def select(self, indexes: Sequence[int], stream: Layout) -> ShardSource:
+        """See `HeldShards.select`."""
+        return (self._steady if self._copying.is_behind(indexes) else self._changing).select(indexes, stream)
 
 
 def _copy(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

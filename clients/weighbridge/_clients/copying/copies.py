@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Self, TypeAlias
 
-from weighbridge._formats.push_sources import OpenSource, StagingPool, TensorSource
+from weighbridge._core.layouts import Layout
+from weighbridge._formats.push_sources import HeldShards, StagingPool, TensorSource
 
 if TYPE_CHECKING:
     import torch
@@ -73,11 +74,14 @@ class Copies(ABC):
         """Record tensors that no longer change and therefore need not be copied."""
 
     @abstractmethod
-    def source(self, tensors: Sequence[torch.Tensor], staging: StagingPool) -> tuple[OpenSource, Copying]:
-        """Return the source from which one of the pushes reads its shards, and the copies of that push.
+    def shards(
+        self, layout: Layout, tensors: Sequence[torch.Tensor], staging: StagingPool
+    ) -> tuple[HeldShards, Copying]:
+        """Return the shards from which one of the pushes reads, and the copies of that push.
 
         Args:
-            tensors: shards of the push.
+            layout: layout of the shards that the rank holds.
+            tensors: the tensor of each shard.
             staging: buffers for the shards that are sent over gRPC.
         """
 
@@ -91,17 +95,11 @@ class Copies(ABC):
 class CopiesInCall(Copies):
     """Copies that are made in the call, once their destination is known."""
 
-    def source(self, tensors: Sequence[torch.Tensor], staging: StagingPool) -> tuple[OpenSource, Copying]:
-        """See `Copies.source`."""
-        return staged_source(tensors, staging), Copying()
-
-
-def staged_source(tensors: Sequence[torch.Tensor], staging: StagingPool) -> OpenSource:
-    """Return a function that opens a source for some of these tensors.
-
-    The tensors may change after they have been copied.
-    """
-    return lambda indexes, stream: TensorSource(staging, stream, [tensors[index] for index in indexes])
+    def shards(
+        self, layout: Layout, tensors: Sequence[torch.Tensor], staging: StagingPool
+    ) -> tuple[HeldShards, Copying]:
+        """See `Copies.shards`."""
+        return TensorSource(staging, layout, tensors), Copying()
 
 
 def key_of(tensor: torch.Tensor) -> Key:

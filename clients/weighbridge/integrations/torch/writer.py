@@ -30,7 +30,7 @@ from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.shortening import shortened
 from weighbridge._formats.dtensors import local_tensor
 from weighbridge._formats.memory_forms import TensorForms
-from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
+from weighbridge._formats.push_sources import HeldShards, StagingPool, TensorSource
 from weighbridge._formats.torch_state import ALLOW, check_cast
 from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError, WeighbridgeError
@@ -207,12 +207,9 @@ class WeighbridgeWriter(StorageWriter):
             WeighbridgeError: the push failed.
         """
         planned = planned_shards(plan.items, self._entries, self._cast)
-
-        def opened(indexes: Sequence[int], stream: Layout) -> ShardSource:
-            return TensorSource(self._staging, stream, self._resolved(planned, indexes, planner))
-
+        shards = _PlannedShards(planned, planner, self._entries, self._staging)
         handle = self.last = self._client.push_shards(
-            self.model, planned.layout, TensorSpace.HUGGING_FACE, opened, step=self._saving_step, rank=self._rank,
+            self.model, planned.layout, TensorSpace.HUGGING_FACE, shards, step=self._saving_step, rank=self._rank,
             world_size=int(plan.storage_data), hold_seal=self._coordinates, **self._options,
         )  # fmt: skip
         try:
@@ -269,8 +266,42 @@ class WeighbridgeWriter(StorageWriter):
             )
         return step
 
-    def _resolved(self, planned: PlannedShards, indexes: Sequence[int], planner: SavePlanner) -> list[torch.Tensor]:
-        """The data of shards, once all ranks are here: planners may create it only now."""
+    def _give_up(self, reason: str) -> None:
+        """Abort the newest push unless it is sealed, so that no other rank waits for it."""
+        handle = self.last
+        if handle is not None and not handle.sealed:
+            self.last = None
+            with contextlib.suppress(WeighbridgeError):
+                self._client.abort(self.model, handle.number, reason)
+
+
+class _PlannedShards(HeldShards):
+    """Shards of a save plan. Their data is requested once they are selected, when all ranks are here: planners may
+    create it only then.
+
+    Args:
+        planned: the shards.
+        planner: planner of the save.
+        entries: entries of the model.
+        staging: buffers for the shards that are sent over gRPC.
+    """
+
+    def __init__(self, planned: PlannedShards, planner: SavePlanner, entries: Entries, staging: StagingPool) -> None:
+        self._planned = planned
+        self._planner = planner
+        self._entries = entries
+        self._staging = staging
+
+    def select(self, indexes: Sequence[int], stream: Layout) -> TensorSource:
+        """See `HeldShards.select`.
+
+        Raises:
+            LayoutError: a tensor differs from its plan, or the model does not have it; names each.
+        """
+        return TensorSource(self._staging, stream, self._resolved(indexes))
+
+    def _resolved(self, indexes: Sequence[int]) -> list[torch.Tensor]:
+        planned, planner = self._planned, self._planner
         problems = [
             f"{entry}: the model has no such tensor, and it is not a tied copy of one that it has"
             for entry in untied(planner, planned.copies, self._entries, by_content=True)
@@ -289,14 +320,6 @@ class WeighbridgeWriter(StorageWriter):
         if problems:
             raise LayoutError("the tensors to be saved differ from those of the model", details=problems)
         return tensors
-
-    def _give_up(self, reason: str) -> None:
-        """Abort the newest push unless it is sealed, so that no other rank waits for it."""
-        handle = self.last
-        if handle is not None and not handle.sealed:
-            self.last = None
-            with contextlib.suppress(WeighbridgeError):
-                self._client.abort(self.model, handle.number, reason)
 
 
 def _awaited(until: VersionState | str) -> VersionState:

@@ -40,7 +40,7 @@ def saved(tmp_path: Path) -> Path:
 def read(folder: Path) -> tuple[dict[str, bytes], Any]:
     """The bytes of each tensor that would be pushed, and the values."""
     found = CheckpointFolder.read(folder)
-    source = found.open_source(range(len(found.layout.placements)), found.layout)
+    source = found.shards.select(range(len(found.layout.placements)), found.layout)
     stream = source.stage([(0, found.layout.nbytes)])
     shards = {
         place.shard.tensor: bytes(stream.read(place.offset, place.offset + place.nbytes))

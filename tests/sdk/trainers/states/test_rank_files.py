@@ -102,7 +102,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 def _whole(found: CheckpointFolder) -> Whole:
     """The tensors that would be pushed."""
-    source = found.open_source(range(len(found.layout.placements)), found.layout)
+    source = found.shards.select(range(len(found.layout.placements)), found.layout)
     stream = source.stage([(0, found.layout.nbytes)])
     tensors = {name: torch.empty(spec.shape, dtype=spec.dtype.torch) for name, spec in found.layout.tensors.items()}
     for place in found.layout.placements:

@@ -25,7 +25,7 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.resources import VersionState
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats.push_sources import StagingPool, StreamSource
+from weighbridge._formats.push_sources import StagingPool, TensorSource
 from weighbridge.errors import ResourceExhausted
 from weighbridge_service.api.grpc.server import CallLimits
 from weighbridge_service.models.bridges import bridge_for
@@ -46,14 +46,10 @@ def test_more_ranks_than_threads_can_push_one_version(tmp_path: Path, workers: i
     def rank_push(rank: int, address: str) -> int:
         mine: list[TensorSpec] = specs[rank::RANKS]
         layout = Layout.stream(mine, [Shard(s.name, Box.whole(s.shape)) for s in mine])
-        staging = StagingPool()
-
-        def stage(indexes: list[int], stream: Layout) -> StreamSource:
-            return staging.stage(stream, [state[mine[i].name] for i in indexes])
-
+        shards = TensorSource(StagingPool(), layout, [state[spec.name] for spec in mine])
         with TrainerClient(address) as trainer:
             handle = trainer.push_shards(
-                MODEL, layout, TensorSpace.HUGGING_FACE, stage, step=1, rank=rank, world_size=RANKS
+                MODEL, layout, TensorSpace.HUGGING_FACE, shards, step=1, rank=rank, world_size=RANKS
             )
             return handle.wait(timeout=60).number
 

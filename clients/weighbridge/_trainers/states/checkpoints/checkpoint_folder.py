@@ -17,7 +17,7 @@ from weighbridge._core.layouts import Layout
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._formats.naming.parameter_names import unwrapped_name
-from weighbridge._formats.push_sources import MappedSource, OpenSource
+from weighbridge._formats.push_sources import HeldShards, MappedSource
 from weighbridge._formats.safetensors_files import map_file
 from weighbridge._trainers.states.checkpoints.checkpoint_step import step_named, step_of_folder
 from weighbridge._trainers.states.checkpoints.checkpoint_values import (
@@ -57,7 +57,7 @@ class CheckpointFolder:
         format: ``torch_dist`` for Megatron-core, ``dcp`` for torch, ``rank_files`` for FSDP2 with a file for each rank.
         layout: the chunks of the tensors, and the blob with all other values, as one stream.
         space: tensor space of the names.
-        open_source: opens the bytes of some of the shards.
+        shards: the shards of the stream.
         step: step in the checkpoint or in the name of its folder; None if neither contains one. For verl it is in the
             name of the parent folder.
     """
@@ -65,7 +65,7 @@ class CheckpointFolder:
     format: CheckpointFormat | Literal["rank_files"]
     layout: Layout
     space: TensorSpace
-    open_source: OpenSource = field(repr=False)
+    shards: HeldShards = field(repr=False)
     step: int | None
 
     @staticmethod
@@ -115,7 +115,7 @@ def _pushed(
     names = dict.fromkeys(place.buffer for place in layout.placements)
     files = {name: map_file(folder, name) for name in names} | {"": state.tensors[-1].numpy()}
     places = [*layout.placements, state.layout.placements[-1]._replace(buffer="", offset=0)]
-    return CheckpointFolder(kind, state.layout, space, MappedSource.opener(places, files), step)
+    return CheckpointFolder(kind, state.layout, space, MappedSource(state.layout, places, files), step)
 
 
 def _of_ranks(folder: Path) -> CheckpointFolder:
