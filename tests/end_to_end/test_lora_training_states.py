@@ -19,7 +19,7 @@ from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
 from tests.support.training_states import Whole
 from weighbridge import CheckpointManager, EngineClient, LayoutError, TrainerClient
-from weighbridge._trainers.states.torch_training import torch_fit, training_tensors
+from weighbridge._trainers.states.torch_training import TorchRestore, training_tensors
 from weighbridge._trainers.states.training_state import RankValues, TrainingState
 
 peft = pytest.importorskip("peft")
@@ -96,19 +96,19 @@ def test_a_state_fits_the_adapters_that_it_has_and_says_how_a_module_gets_them()
 
     bare = tiny_model(config(), seed=1)
     with pytest.raises(LayoutError, match="the module has none") as refused:
-        kept.fill(torch_fit(bare, None))
+        kept.fill(TorchRestore(bare, None))
     assert "get_peft_model" in refused.value.fix
 
     with pytest.raises(LayoutError, match="has the adapters 'default', and the module has 'other'") as refused:
-        kept.fill(torch_fit(adapted(adapter_name="other")[0], None))
+        kept.fill(TorchRestore(adapted(adapter_name="other")[0], None))
     assert "adapter_name=" in refused.value.fix
 
     merged, _ = adapted()
     merged.merge_adapter()
     with pytest.raises(LayoutError, match="4 layers have adapters that are merged") as refused:
-        kept.fill(torch_fit(merged, None))
+        kept.fill(TorchRestore(merged, None))
     assert "unmerge_adapter" in refused.value.fix
 
     without = state_of(bare, torch.optim.AdamW(bare.parameters()))
     with pytest.raises(LayoutError, match="of a model without adapters, and the module has 'default'"):
-        without.fill(torch_fit(adapted()[0], None))
+        without.fill(TorchRestore(adapted()[0], None))

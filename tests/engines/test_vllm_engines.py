@@ -128,7 +128,7 @@ class Place:
             if not problem:
                 self.ask("/finish_weight_update", {"weight_version": f"{MODEL}@{number}"})
                 return True
-            assert f"undone version {number}" in problem
+            assert f"not all engines of this server have taken version {number}" in problem
             assert self.refusal("/finish_weight_update", {}), "vLLM wants it before the next one"
             return False
         finally:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._trainers.states.training_state import (
-    Fit,
+    RankRestore,
     RankValues,
     StoredState,
     TrainingState,
@@ -65,9 +65,9 @@ class Whole:
         """Values in a rank's blob."""
         return read_blob(self.tensors[blob_name(rank)], blob_name(rank))
 
-    def fill(self, fit: Fit, rank: int = 0) -> int:
+    def fill(self, restore: RankRestore, rank: int = 0) -> int:
         """Fill a rank; returns the number of bytes that it takes."""
-        filling = fit(StoredState("tests/m:training@1", without_blobs(self.specs), self.values(rank).trainer))
+        filling = restore.fit(StoredState("tests/m:training@1", without_blobs(self.specs), self.values(rank).trainer))
         with torch.no_grad():
             for placement, tensor in zip(filling.layout.placements, filling.tensors, strict=True):
                 name, box, _ = placement.shard

@@ -41,10 +41,9 @@ class Restorer:
 
         shards = sharded_tensors(sharded_state_dict)
         if is_training(meant.model) or beside.given:
-            from weighbridge._trainers.states.megatron_training import megatron_fit
+            from weighbridge._trainers.states.megatron_training import MegatronRestore
 
-            fit = megatron_fit(shards, beside.optimizer)
-            return restore_training(self._connection, meant, fit, beside)
+            return restore_training(self._connection, meant, MegatronRestore(shards, beside.optimizer), beside)
         with torch.no_grad(), self._known.registered(meant.model, shards.layout) as registered:
             weights = as_registered(shards, registered, filled=True)
             filled = partial(restoring.megatron_shards, self._connection, meant, weights.layout)
@@ -61,10 +60,10 @@ class Restorer:
         import torch
 
         if is_training(meant.model) or beside.given:
-            from weighbridge._trainers.states.torch_training import torch_fit
+            from weighbridge._trainers.states.torch_training import TorchRestore
 
-            fit = torch_fit(held_by, beside.optimizer, strict=strict)
-            return restore_training(self._connection, meant, fit, beside)
+            restore = TorchRestore(held_by, beside.optimizer, strict=strict)
+            return restore_training(self._connection, meant, restore, beside)
         with self._known.of(meant.model) as tensors, torch.no_grad():
             held = torch_shards(held_by, tensors, whole=strict, others=not strict, filled=True, of=meant.model)
             if held.unknown and not held.tensors:

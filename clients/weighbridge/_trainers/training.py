@@ -26,7 +26,7 @@ from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 if TYPE_CHECKING:
-    from weighbridge._trainers.states.training_state import Fit, RankValues, TrainingState, TrainingTensors
+    from weighbridge._trainers.states.training_state import RankRestore, RankValues, TrainingState, TrainingTensors
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def training_state(
 
 
 def restore_training(
-    connection: Connection, meant: Reference, fit: Fit, beside: Beside[MutableMapping[str, Any]]
+    connection: Connection, meant: Reference, restore: RankRestore, beside: Beside[MutableMapping[str, Any]]
 ) -> Version:
     """Restore model, optimizer and values of a rank from a training state. If anything does not fit, nothing is
     changed. An error during the transfer has a note that the rank is only partly filled.
@@ -100,7 +100,7 @@ def restore_training(
     Args:
         connection: connection of the client.
         meant: the model or its part, and a version of the part.
-        fit: function that fits the rank's model and optimizer to the state.
+        restore: restore of the rank's model and optimizer.
         beside: values to restore, and the rank that restores them.
 
     Returns:
@@ -141,7 +141,7 @@ def restore_training(
     values = opened(kept, name, None if rank_state is None else rank)
     stateful.check_kept(state, values.state, "state", name)
     stateful.check_kept(rank_state, values.rank_state, "rank_state", name)
-    filling = fit(StoredState(name, others, values.trainer))
+    filling = restore.fit(StoredState(name, others, values.trainer))
     left = stateful.left_out(state, values.state, "state") + stateful.left_out(
         rank_state, values.rank_state, "rank_state"
     )

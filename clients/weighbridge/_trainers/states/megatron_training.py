@@ -9,7 +9,7 @@ The keys are those that ``dist_checkpointing`` gives a model and its optimizer (
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from weighbridge._formats.misfits import Misfit, told
 from weighbridge._trainers.states.megatron_optimizer import RankOptimizer, rank_optimizers
 from weighbridge._trainers.states.megatron_pieces import Piece, pieces_of
 from weighbridge._trainers.states.megatron_values import FittedValues, values_of
-from weighbridge._trainers.states.training_state import Filling, Fit, StoredState, TrainingTensors
+from weighbridge._trainers.states.training_state import Filling, RankRestore, StoredState, TrainingTensors
 from weighbridge.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def training_tensors(model: ShardedTensors, optimizer: Any) -> TrainingTensors:
     return TrainingTensors(layout, tensors, values, TensorSpace.MEGATRON)
 
 
-def megatron_fit(model: ShardedTensors, optimizer: Any) -> Fit:
-    """Return a function that fits a rank to a stored training state of any parallelism.
+class MegatronRestore(RankRestore):
+    """Restore of a Megatron-core rank from a training state of any parallelism.
 
     It allocates the state of an optimizer that has none. If the vocabulary has more padding than the stored one, the
     additional rows are unchanged. ``ShardedObject``s get the stored data of their key, if it exists.
@@ -67,42 +67,69 @@ def megatron_fit(model: ShardedTensors, optimizer: Any) -> Fit:
         model, optimizer: see `training_tensors`; filled in place.
 
     Raises:
-        The errors of `training_tensors`, except FailedPrecondition. The returned function raises LayoutError if the
-        state belongs to a different model or different optimizers.
+        The errors of `training_tensors`, except FailedPrecondition.
     """
-    import torch
 
-    optimizers = rank_optimizers(optimizer)
+    def __init__(self, model: ShardedTensors, optimizer: Any) -> None:
+        self._model = model
+        self._optimizers = rank_optimizers(optimizer)
 
-    def fitted(stored: StoredState) -> Filling:
+    def fit(self, stored: StoredState) -> Filling:
+        """See `RankRestore.fit`."""
         _check_trainer(stored)
-        values = FittedValues(optimizers, stored.values["optimizer"])
-        fresh = [each for each in optimizers if each.allocate()]
-
-        def undo() -> None:
-            for each in fresh:
-                each.drop()
-
+        values = FittedValues(self._optimizers, stored.values["optimizer"])
+        fresh = [each for each in self._optimizers if each.allocate()]
         try:
-            held = _Held.of(model, optimizers)
+            held = _Held.of(self._model, self._optimizers)
             layout, tensors = held.fitted(stored.tensors, stored.name)
         except BaseException:
-            undo()
+            _drop(fresh)
             raise
+        return _MegatronFilling(
+            layout, tensors, self._model, self._optimizers, values, fresh, stored.values.get("objects", {})
+        )
 
-        @torch.no_grad()
-        def finish() -> None:
-            model.finish_restore()
-            for each in optimizers:
+
+@dataclass(frozen=True)
+class _MegatronFilling(Filling):
+    """Filling of a Megatron-core rank.
+
+    Attributes:
+        model: shards of the model.
+        optimizers: optimizers of the rank.
+        values: their values.
+        fresh: optimizers whose state was allocated.
+        objects: stored data of ``ShardedObject``s, by key.
+    """
+
+    model: ShardedTensors
+    optimizers: Sequence[RankOptimizer]
+    values: FittedValues
+    fresh: Sequence[RankOptimizer]
+    objects: Mapping[str, Any]
+
+    def finish(self) -> None:
+        """See `Filling.finish`."""
+        import torch
+
+        with torch.no_grad():
+            self.model.finish_restore()
+            for each in self.optimizers:
                 each.put_back()
-            values.give()
-            for found in model.objects:
-                if found.unique_key in stored.values["objects"]:
-                    found.data = as_data(stored.values["objects"][found.unique_key])
+            self.values.give()
+            for found in self.model.objects:
+                if found.unique_key in self.objects:
+                    found.data = as_data(self.objects[found.unique_key])
 
-        return Filling(layout, tensors, finish, undo)
+    def undo(self) -> None:
+        """See `Filling.undo`."""
+        _drop(self.fresh)
 
-    return fitted
+
+def _drop(optimizers: Iterable[RankOptimizer]) -> None:
+    """Remove the state of optimizers."""
+    for each in optimizers:
+        each.drop()
 
 
 @dataclass(frozen=True)

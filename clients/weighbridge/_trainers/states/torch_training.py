@@ -9,8 +9,8 @@ first one is stored.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weighbridge._core.tensor_spaces import TensorSpace
@@ -20,7 +20,7 @@ from weighbridge._formats.naming.parameter_names import unwrapped_name
 from weighbridge._formats.torch_state import check_not_copied
 from weighbridge._trainers.states.boxed_tensors import BoxedTensors, place, taken_twice
 from weighbridge._trainers.states.torch_optimizers import NamedOptimizers, OptimizerFit
-from weighbridge._trainers.states.training_state import Filling, Fit, StoredState, TrainingTensors
+from weighbridge._trainers.states.training_state import Filling, RankRestore, StoredState, TrainingTensors
 from weighbridge._trainers.states.zero_optimizers import ZeroOptimizer, is_zero
 from weighbridge.errors import InvalidArgument, LayoutError
 
@@ -73,92 +73,105 @@ def training_tensors(module: object, optimizers: object | None) -> TrainingTenso
     return TrainingTensors(boxed.layout, tuple(boxed.tensors), values, _SPACE)
 
 
-def torch_fit(module: object, optimizers: object | None, *, strict: bool = True) -> Fit:
-    """Return a function that fits a module and its optimizers to a stored training state.
+class TorchRestore(RankRestore):
+    """Restore of a module and its optimizers.
 
     Args:
-        module, optimizers: see `training_tensors`.
+        module, optimizers: see `training_tensors`; filled in place.
         strict: whether both must have the same tensors and parameters. If False, tensors and parameters that only one
             of them has are unchanged.
 
     Raises:
         InvalidArgument, LayoutError: see `training_tensors`.
     """
-    root = _root(module)
-    named = None if optimizers is None else _named(root, optimizers)
-    return partial(_fit, root, named, strict)
 
+    def __init__(self, module: object, optimizers: object | None, *, strict: bool = True) -> None:
+        self._module = _root(module)
+        self._optimizers = None if optimizers is None else _named(self._module, optimizers)
+        self._strict = strict
 
-def _fit(
-    module: torch.nn.Module,
-    optimizers: NamedOptimizers | ZeroOptimizer | None,
-    strict: bool,
-    stored: StoredState,
-) -> Filling:
-    _check_adapters(module, stored)
-    tensors = {name: spec for name, spec in stored.tensors.items() if name.startswith(_MODEL)}
-    boxed = BoxedTensors()
-    problems: list[str] = []
-    own: dict[str, torch.Tensor] = {}
-    others: dict[str, Any] = {}
-    kept = stored.values.get("model", {})
-    for name, value in _entries(module):
-        if _is_tensor(name, value):
-            if place(own.setdefault(_MODEL + name, value)) != place(value):
-                problems.append(taken_twice(_MODEL + name))
-        elif name in kept:
-            others[name] = kept[name]
-        elif strict:
-            problems.append(f"{_MODEL}{name} is missing from the version")
-    filled = {place(value) for name, value in own.items() if name in tensors}
-    for name, value in own.items():
-        spec = tensors.get(name)
-        if spec is not None:
-            found = boxed.take(name, value, filled=True)
-            if found not in (spec, None):
-                problems.append(f"{found} of the module is {spec.dtype}{list(spec.shape)} in the version")
-        elif strict and place(value) not in filled:
-            problems.append(f"{name} is missing from the version")
-    check_not_copied(module, boxed.layout, boxed.tensors)
-    if strict:
-        problems += [f"the module has no {spec}" for name, spec in tensors.items() if name not in own]
-    fit: OptimizerFit | None = None
-    if optimizers is not None:
-        values = stored.values.get("optimizer")
-        if values is None:
+    def fit(self, stored: StoredState) -> Filling:
+        """See `RankRestore.fit`."""
+        module, optimizers, strict = self._module, self._optimizers, self._strict
+        _check_adapters(module, stored)
+        tensors = {name: spec for name, spec in stored.tensors.items() if name.startswith(_MODEL)}
+        boxed = BoxedTensors()
+        problems: list[str] = []
+        own: dict[str, torch.Tensor] = {}
+        others: dict[str, Any] = {}
+        kept = stored.values.get("model", {})
+        for name, value in _entries(module):
+            if _is_tensor(name, value):
+                if place(own.setdefault(_MODEL + name, value)) != place(value):
+                    problems.append(taken_twice(_MODEL + name))
+            elif name in kept:
+                others[name] = kept[name]
+            elif strict:
+                problems.append(f"{_MODEL}{name} is missing from the version")
+        filled = {place(value) for name, value in own.items() if name in tensors}
+        for name, value in own.items():
+            spec = tensors.get(name)
+            if spec is not None:
+                found = boxed.take(name, value, filled=True)
+                if found not in (spec, None):
+                    problems.append(f"{found} of the module is {spec.dtype}{list(spec.shape)} in the version")
+            elif strict and place(value) not in filled:
+                problems.append(f"{name} is missing from the version")
+        check_not_copied(module, boxed.layout, boxed.tensors)
+        if strict:
+            problems += [f"the module has no {spec}" for name, spec in tensors.items() if name not in own]
+        fit: OptimizerFit | None = None
+        if optimizers is not None:
+            values = stored.values.get("optimizer")
+            if values is None:
+                raise LayoutError(
+                    f"{stored.name} has no optimizer state",
+                    fix="leave optimizer= out, or restore a version that was pushed with an optimizer",
+                )
+            begin = len(_OPTIMIZER)
+            states = {name[begin:]: spec for name, spec in stored.tensors.items() if name.startswith(_OPTIMIZER)}
+            fit = optimizers.fit(states, values, strict=strict)
+            for part in fit.parts:
+                boxed.add(part.spec, part.held)
+            for name, value in fit.tensors.items():
+                boxed.take(name, value)
+            problems += fit.problems
+        problems += boxed.problems
+        if problems:
             raise LayoutError(
-                f"{stored.name} has no optimizer state",
-                fix="leave optimizer= out, or restore a version that was pushed with an optimizer",
+                (
+                    f"{stored.name} is the training state of a different model or optimizer: "
+                    f"{counted(len(problems), 'entry differs', 'entries differ')}"
+                ),
+                details=first_lines(problems),
+                fix=(
+                    "build module and optimizer as they were when it was pushed, on any number of "
+                    "ranks; strict=False fills what both have"
+                ),
             )
-        begin = len(_OPTIMIZER)
-        states = {name[begin:]: spec for name, spec in stored.tensors.items() if name.startswith(_OPTIMIZER)}
-        fit = optimizers.fit(states, values, strict=strict)
-        for part in fit.parts:
-            boxed.add(part.spec, part.held)
-        for name, value in fit.tensors.items():
-            boxed.take(name, value)
-        problems += fit.problems
-    problems += boxed.problems
-    if problems:
-        raise LayoutError(
-            (
-                f"{stored.name} is the training state of a different model or optimizer: "
-                f"{counted(len(problems), 'entry differs', 'entries differ')}"
-            ),
-            details=first_lines(problems),
-            fix=(
-                "build module and optimizer as they were when it was pushed, on any number of "
-                "ranks; strict=False fills what both have"
-            ),
-        )
+        return _TorchFilling(boxed.layout, tuple(boxed.tensors), module, others, fit)
 
-    def finish() -> None:
-        if others:
-            module.load_state_dict(others, strict=False)
-        if fit is not None:
-            fit.finish()
 
-    return Filling(boxed.layout, tuple(boxed.tensors), finish)
+@dataclass(frozen=True)
+class _TorchFilling(Filling):
+    """Filling of a module and its optimizers.
+
+    Attributes:
+        module: the module.
+        others: stored values of its state dict that are not tensors.
+        fit: fit of the optimizers; None if none are restored.
+    """
+
+    module: torch.nn.Module
+    others: Mapping[str, Any]
+    fit: OptimizerFit | None
+
+    def finish(self) -> None:
+        """See `Filling.finish`."""
+        if self.others:
+            self.module.load_state_dict(self.others, strict=False)
+        if self.fit is not None:
+            self.fit.finish()
 
 
 def _check_adapters(module: torch.nn.Module, stored: StoredState) -> None:

@@ -8,9 +8,10 @@ rank is plain data, which is stored as the bytes of a tensor that no other rank 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
@@ -117,28 +118,37 @@ class StoredState:
 
 
 @dataclass(frozen=True)
-class Filling:
+class Filling(ABC):
     """Plan for the restore of a rank from a stored training state that fits it.
+
+    Once the tensors are filled, `finish` is called; if they could not be filled, `undo`.
 
     Attributes:
         layout: the shards to read, as one stream.
         tensors: one tensor for each placement, with the shape of its box and in the stored dtype, on any device.
-        finish: called when the tensors have been filled; puts tensors and values into the model and the optimizers.
-        undo: called if the tensors could not be filled; removes tensors that were made for the restore, so that no step
-            uses them as state.
     """
 
     layout: Layout
     tensors: tuple[torch.Tensor, ...]
-    finish: Callable[[], None]
-    undo: Callable[[], None] = lambda: None
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Put tensors and values into the model and the optimizers."""
+
+    def undo(self) -> None:  # noqa: B027 - most restores make no tensors
+        """Remove tensors that were made for the restore, so that no step uses them as state."""
 
 
-Fit: TypeAlias = Callable[[StoredState], Filling]
-"""Function that fits a rank to a stored training state. It does not change the rank.
+class RankRestore(ABC):
+    """Restore of a rank's model and optimizers."""
 
-Raises LayoutError, which names the mismatches.
-"""
+    @abstractmethod
+    def fit(self, stored: StoredState) -> Filling:
+        """Fit the rank to a stored training state. Does not change the model.
+
+        Raises:
+            LayoutError: the state belongs to another model or other optimizers; names the mismatches.
+        """
 
 
 def blob_name(rank: int) -> str:

@@ -23,7 +23,7 @@ from tests.support.reference import tiny_config
 from weighbridge._core.dtypes import from_torch
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._formats.megatron_state import ShardedTensors, sharded_tensors
-from weighbridge._trainers.states.megatron_training import megatron_fit, training_tensors
+from weighbridge._trainers.states.megatron_training import MegatronRestore, training_tensors
 from weighbridge._trainers.states.training_state import StoredState
 from weighbridge.errors import WeighbridgeError
 from weighbridge_demo.megatron_cpu import Parallel, build_model
@@ -129,8 +129,8 @@ def _filled(
     broken_off: bool = False,
 ) -> None:
     specs = {name: TensorSpec(name, from_torch(each.dtype), tuple(each.shape)) for name, each in stored.items()}
-    fit = megatron_fit(sharded_tensors(training.sharded_state_dict(case.metadata)), training.optimizer)
-    filling = fit(StoredState("tests/tiny:training@1", specs, values))
+    restore = MegatronRestore(sharded_tensors(training.sharded_state_dict(case.metadata)), training.optimizer)
+    filling = restore.fit(StoredState("tests/tiny:training@1", specs, values))
     each = list(zip(filling.layout.placements, filling.tensors, strict=True))
     with torch.no_grad():
         for placement, tensor in each[: len(each) // 2 if broken_off else None]:
@@ -298,8 +298,8 @@ def _objects(rank: int) -> list[Any]:
     training.step(0)
     held = training_tensors(with_objects(torch.arange(3), io.BytesIO(b"scales")), training.optimizer)
     model = with_objects(torch.zeros(1), io.BytesIO(), torch.ones(1))
-    fit = megatron_fit(model, training.optimizer)
-    fit(StoredState("tests/tiny:training@1", dict(held.layout.tensors), held.values)).finish()
+    restore = MegatronRestore(model, training.optimizer)
+    restore.fit(StoredState("tests/tiny:training@1", dict(held.layout.tensors), held.values)).finish()
     return [each.data for each in model.objects[-3:]]
 
 

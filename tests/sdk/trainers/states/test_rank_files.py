@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from tests.support.torch_ranks import run_ranks
 from tests.support.training_states import Whole, same_bits
 from weighbridge._trainers.states.checkpoints.checkpoint_folder import CheckpointFolder
-from weighbridge._trainers.states.torch_training import torch_fit
+from weighbridge._trainers.states.torch_training import TorchRestore
 from weighbridge._trainers.states.training_state import read_blob
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 
@@ -135,7 +135,7 @@ def test_module_optimizer_and_scheduler_are_what_torch_gathers(saved: tuple[Path
 
     module = Net(2)
     optimizer = make(module)
-    whole.fill(torch_fit(module, optimizer))
+    whole.fill(TorchRestore(module, optimizer))
     again = get_optimizer_state_dict(module, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     assert again.keys() == state.keys()
     for key, value in state.items():

@@ -23,7 +23,7 @@ from tests.support.torch_ranks import run_ranks, shared
 from tests.support.training_states import same_bits
 from weighbridge._core import dtypes
 from weighbridge._core.layouts import TensorSpec
-from weighbridge._trainers.states.torch_training import torch_fit, training_tensors
+from weighbridge._trainers.states.torch_training import TorchRestore, training_tensors
 from weighbridge._trainers.states.training_state import StoredState
 from weighbridge.errors import InvalidArgument
 
@@ -101,7 +101,7 @@ def _fill(rank: int, way: str, tied: bool, folder: Path, used: int) -> list[Tens
     specs = {name: TensorSpec(name, dtypes.from_torch(each.dtype), tuple(each.shape)) for name, each in whole.items()}
     module, optimizer = made(way, tied, 6)
     train(module, optimizer, _share(way, rank), range(50, 50 + used))
-    filling = torch_fit(module, optimizer)(StoredState("tests/m:training@1", specs, kept["values"]))
+    filling = TorchRestore(module, optimizer).fit(StoredState("tests/m:training@1", specs, kept["values"]))
     with torch.no_grad():
         for placement, tensor in zip(filling.layout.placements, filling.tensors, strict=True):
             name, box, _ = placement.shard

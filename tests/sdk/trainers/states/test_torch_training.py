@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tests.support.training_states import Whole, same_bits
 from tests.support.zero3_ranges import partition
-from weighbridge._trainers.states.torch_training import torch_fit, training_tensors
+from weighbridge._trainers.states.torch_training import TorchRestore, training_tensors
 from weighbridge._trainers.states.training_state import RankValues, TrainingState, without_blobs
 from weighbridge.errors import InvalidArgument, LayoutError
 
@@ -106,7 +106,7 @@ def test_an_optimizer_that_is_filled_goes_on_as_the_one_that_was_pushed(name: st
     other = Net(2)
     filled = OPTIMIZERS[name](other)
     train(other, filled, range(90, 90 + used))
-    whole.fill(torch_fit(other, filled))
+    whole.fill(TorchRestore(other, filled))
     assert filled.state_dict().keys() == optimizer.state_dict().keys()
     assert filled.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
     expected = train(module, optimizer, range(steps, steps + 5))
@@ -142,7 +142,7 @@ def test_an_optimizer_before_its_first_step_is_pushed_as_it_is_and_stays_so() ->
     other = Net(2)
     filled = OPTIMIZERS["adamw"](other)
     train(other, filled, range(2))
-    whole.fill(torch_fit(other, filled))
+    whole.fill(TorchRestore(other, filled))
     assert len(filled.state) == 0
 
 
@@ -152,7 +152,7 @@ def test_tensors_that_an_optimizer_has_are_filled_where_they_lie() -> None:
     train(module, optimizer, range(2))
     train(other, filled, range(1))
     before = [each["exp_avg"] for each in filled.state.values()]
-    pushed(module, optimizer).fill(torch_fit(other, filled))
+    pushed(module, optimizer).fill(TorchRestore(other, filled))
     assert [each["exp_avg"] for each in filled.state.values()] == before
 
 
@@ -167,7 +167,7 @@ def test_moments_keep_a_dtype_of_their_own() -> None:
         "seen": 12,
         "inner": {"a": torch.rand(3), "b": 2},
     }
-    pushed(module, optimizer).fill(torch_fit(other, filled))
+    pushed(module, optimizer).fill(TorchRestore(other, filled))
     found = filled.state[other.layers[0].weight]
     assert found.keys() == optimizer.state[weight].keys()
     assert same_bits(found["exp_avg"], optimizer.state[weight]["exp_avg"])
@@ -185,7 +185,7 @@ def test_several_optimizers_of_one_module_are_one_state() -> None:
     optimizers, filled = made(module), made(other)
     train(module, optimizers, range(3))
     optimizers[0].param_groups[0]["lr"] = 0.07
-    pushed(module, optimizers).fill(torch_fit(other, filled))
+    pushed(module, optimizers).fill(TorchRestore(other, filled))
     assert filled[0].param_groups[0]["lr"] == 0.07
     assert all(map(same_bits, train(other, filled, range(3, 6)), train(module, optimizers, range(3, 6))))
 
@@ -196,7 +196,7 @@ def test_what_a_scheduler_has_set_comes_back() -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     train(module, optimizer, range(1))
     scheduler.step()
-    pushed(module, optimizer).fill(torch_fit(other, filled))
+    pushed(module, optimizer).fill(TorchRestore(other, filled))
     for mine, theirs in zip(filled.param_groups, optimizer.param_groups, strict=True):
         assert {key: value for key, value in mine.items() if key != "params"} == {
             key: value for key, value in theirs.items() if key != "params"
@@ -228,7 +228,7 @@ def test_two_tensors_that_have_one_name_without_their_wrappers_are_refused() -> 
     ]
     whole = pushed(nn.ModuleDict({"inner": nn.Linear(3, 3)}), None)
     with pytest.raises(LayoutError) as error:
-        whole.fill(torch_fit(made(), None))
+        whole.fill(TorchRestore(made(), None))
     assert "model.inner.weight: two tensors have this name" in "\n".join(error.value.details)
 
 
@@ -243,7 +243,7 @@ def test_one_tensor_that_has_one_name_twice_without_its_wrappers_is_kept_once() 
     for name in without_blobs(expected.specs):
         assert same_bits(found.tensors[name], expected.tensors[name])
     other = nn.ModuleDict({"inner": nn.Linear(3, 3)})
-    found.fill(torch_fit(other, None))
+    found.fill(TorchRestore(other, None))
     assert same_bits(other["inner"].weight, module["inner"].weight)
 
 
@@ -257,7 +257,7 @@ def test_a_child_that_has_the_name_of_a_compiled_module_is_no_wrapper() -> None:
 
 def test_an_optimizer_of_another_module_is_refused_when_it_is_pushed_and_when_it_is_filled() -> None:
     module, other = Net(1), Net(2)
-    for refused in (training_tensors, torch_fit):
+    for refused in (training_tensors, TorchRestore):
         with pytest.raises(LayoutError) as error:
             refused(module, OPTIMIZERS["groups"](other))
         assert "9 parameters that the module does not have" in error.value.message
@@ -277,7 +277,7 @@ def test_the_state_of_another_model_is_refused_with_all_that_differs_and_changes
     filled = OPTIMIZERS["adamw"](other)
     before = {key: value.clone() for key, value in other.state_dict().items()}
     with pytest.raises(LayoutError) as error:
-        whole.fill(torch_fit(other, filled))
+        whole.fill(TorchRestore(other, filled))
     assert "tests/m:training@1 is the training state of a different model or optimizer" in error.value.message
     told = "\n".join(error.value.details)
     for line in (
@@ -299,12 +299,12 @@ def test_a_parameter_that_one_optimizer_leaves_out_is_named() -> None:
     with pytest.raises(
         LayoutError, match=r"scale is in a parameter group of the version, and in none of the optimizer's"
     ):
-        pushed(module, everything).fill(torch_fit(other, part))
+        pushed(module, everything).fill(TorchRestore(other, part))
     with pytest.raises(
         LayoutError, match=r"scale is in a parameter group of the optimizer, and in none of the version's"
     ):
-        pushed(other, part).fill(torch_fit(module, everything))
-    pushed(module, everything).fill(torch_fit(other, part, strict=False))
+        pushed(other, part).fill(TorchRestore(module, everything))
+    pushed(module, everything).fill(TorchRestore(other, part, strict=False))
     assert part.param_groups[0]["lr"] == 0.01
 
 
@@ -337,22 +337,22 @@ def test_stages_of_a_pipeline_are_filled_into_one_rank_and_back() -> None:
     )
     expected = bits(*stages[0]) | bits(*stages[1])
     both = stage(2, 0, 1)
-    whole.fill(torch_fit(*both))
+    whole.fill(TorchRestore(*both))
     assert both[1].param_groups[0]["lr"] == 0.02
     found = bits(*both)
     assert found.keys() == expected.keys()
     assert all(same_bits(found[name], value) for name, value in expected.items())
     last = stage(2, 1)
-    whole.fill(torch_fit(*last, strict=False), rank=1)
+    whole.fill(TorchRestore(*last, strict=False), rank=1)
     assert all(same_bits(value, expected[name]) for name, value in bits(*last).items())
     with pytest.raises(LayoutError, match=r"the module has no model\.0\.weight"):
-        whole.fill(torch_fit(*stage(2, 1)), rank=1)
+        whole.fill(TorchRestore(*stage(2, 1)), rank=1)
 
 
 def test_parameters_that_have_been_put_into_other_groups_are_refused() -> None:
     module, other = Net(1), Net(2)
     with pytest.raises(LayoutError, match=r"group 0 of the optimizer has parameters of several groups of the version"):
-        pushed(module, OPTIMIZERS["groups"](module)).fill(torch_fit(other, OPTIMIZERS["adamw"](other)))
+        pushed(module, OPTIMIZERS["groups"](module)).fill(TorchRestore(other, OPTIMIZERS["adamw"](other)))
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -363,7 +363,7 @@ def test_an_optimizer_of_another_kind_is_refused_by_its_options(stored: str, own
     train(module, optimizer, range(2))
     torch.optim.lr_scheduler.LinearLR(optimizer)
     with pytest.raises(LayoutError, match=rf"group 0 of the optimizer \({type(filled).__name__}\) has .*instead"):
-        pushed(module, optimizer).fill(torch_fit(other, filled, strict=strict))
+        pushed(module, optimizer).fill(TorchRestore(other, filled, strict=strict))
     assert not filled.state
 
 
@@ -376,12 +376,12 @@ def test_an_optimizer_whose_options_are_all_known_to_another_kind_is_refused_by_
     before = {key: value for key, value in held.values["optimizer"].items() if key != "kinds"}
     earlier = replace(held, values={**held.values, "optimizer": before})
     with pytest.raises(LayoutError) as error:
-        Whole.of([TrainingState.of(held, RankValues(), 0)]).fill(torch_fit(other, filled))
+        Whole.of([TrainingState.of(held, RankValues(), 0)]).fill(TorchRestore(other, filled))
     assert error.value.details == (f"group 0 of the optimizer is of {own.__name__}; the version's is of Adamax",)
     assert not filled.state
     for state, strict in ((held, False), (earlier, True)):
         filled = own(other.parameters())
-        Whole.of([TrainingState.of(state, RankValues(), 0)]).fill(torch_fit(other, filled, strict=strict))
+        Whole.of([TrainingState.of(state, RankValues(), 0)]).fill(TorchRestore(other, filled, strict=strict))
         assert {*filled.state[other.scale]} == {"step", "exp_avg", "exp_inf"}
 
 
@@ -391,7 +391,7 @@ def test_options_of_a_later_torch_and_of_schedulers_do_not_make_an_optimizer_ano
     torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
     for group in optimizer.param_groups:
         del group["decoupled_weight_decay"]  # as torch before 2.7 had none
-    pushed(module, optimizer).fill(torch_fit(other, filled))
+    pushed(module, optimizer).fill(TorchRestore(other, filled))
     assert filled.param_groups[0]["max_lr"] == 0.1
 
 
@@ -399,15 +399,15 @@ def test_a_state_without_an_optimizer_is_told_from_one_with_it() -> None:
     module, other = Net(1), Net(2)
     whole = pushed(module, None)
     with pytest.raises(LayoutError, match="has no optimizer state"):
-        whole.fill(torch_fit(other, OPTIMIZERS["adamw"](other)))
-    whole.fill(torch_fit(other, None))
+        whole.fill(TorchRestore(other, OPTIMIZERS["adamw"](other)))
+    whole.fill(TorchRestore(other, None))
     assert all(same_bits(a, b) for a, b in zip(other.state_dict().values(), module.state_dict().values(), strict=True))
 
 
 def test_a_dtype_that_differs_is_not_cast() -> None:
     module, other = Net(1), Net(2, torch.bfloat16)
     with pytest.raises(LayoutError, match=r"model\.scale BF16\[\] of the module is F32\[\] in the version"):
-        pushed(module, None).fill(torch_fit(other, None))
+        pushed(module, None).fill(TorchRestore(other, None))
 
 
 def test_what_is_no_module_or_optimizer_is_refused_by_its_type() -> None:
@@ -481,5 +481,5 @@ def test_extra_state_of_modules_comes_back() -> None:
 
     module, other = nn.Sequential(Counting(2, 2)), nn.Sequential(Counting(2, 2))
     module[0].seen = 5
-    pushed(module, None).fill(torch_fit(other, None))
+    pushed(module, None).fill(TorchRestore(other, None))
     assert other[0].seen == 5
