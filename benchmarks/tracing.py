@@ -43,7 +43,7 @@ from weighbridge import Credentials, TrainerClient
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard
 from weighbridge._tracing import spans
-from weighbridge._tracing.settings import OF_PROCESS, Settings
+from weighbridge._tracing.settings import OF_PROCESS, TracingState
 
 GOAL = 1.02
 _EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
@@ -59,7 +59,7 @@ _JUDGED = ("push", "pull", "processor time")
 _RESAMPLED = 2000
 
 
-class _Off(Settings):
+class _Off(TracingState):
     """Settings of a process where tracing is off."""
 
     def tracer(self) -> None:

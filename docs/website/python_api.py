@@ -101,7 +101,7 @@ PAGES: Mapping[str, Page] = {
             "slime and Miles": _public("integrations.slime.init", "integrations.slime.WeighbridgeUpdater"),
             "AReaL": _public("integrations.areal.trainer.WeighbridgePPOTrainer"),
             "A framework of your own": _public(
-                "integrations.weight_updates.Update", "integrations.weight_updates.UpdateSender",
+                "integrations.weight_updates.WeightUpdate", "integrations.weight_updates.UpdateSender",
                 "integrations.weight_updates.UpdateReceiver", "integrations.weight_updates.UpdateSettings",
             ),
             "An engine of your own": _public(
@@ -118,7 +118,7 @@ PAGES: Mapping[str, Page] = {
             "Agents": _public("follow.agent.Follower", "follow.agent.Followed"),
             "Updates": _public("follow.updates.update", "follow.updates.Updated"),
             "Engines": _public(
-                "follow.engines.Engine", "follow.engines.PreparesEarly", "follow.engines.Prepared", "follow.engines.Serving", "follow.engines.EngineFailed",
+                "follow.engines.EngineDriver", "follow.engines.PreparesEarly", "follow.engines.Prepared", "follow.engines.Serving", "follow.engines.EngineFailed",
                 "follow.vllm.VllmServer", "follow.sglang.SglangServer",
             ),
             "Relays": _public("relay.incoming.Incoming", "relay.outgoing.Outgoing", "relay.relayed.Relayed"),

@@ -22,9 +22,9 @@ from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.collection_loop import Collecting
 from weighbridge_service.catalog.gate import Gates
 from weighbridge_service.catalog.head_versions import approved_since
-from weighbridge_service.catalog.signatures import SignatureCheck, Signatures
+from weighbridge_service.catalog.signatures import SignatureCheck, StoredSignatures
 from weighbridge_service.plan.declarations import Home
-from weighbridge_service.pull.serving import Serving
+from weighbridge_service.pull.serving import PullServing
 from weighbridge_service.push.effect_runner import Facilities
 from weighbridge_service.push.image_allocator import ImageAllocator
 from weighbridge_service.push.intake import Intake
@@ -213,9 +213,9 @@ class Core:
         if config.advertise:
             self._heartbeat = Heartbeat(self.links, self.shared, news, config.peer_patience)
             self.directory.start()
-        self.serving = Serving(self.catalog, self.read_cache, self.store_readers, self.shared, self.peer_files)
+        self.serving = PullServing(self.catalog, self.read_cache, self.store_readers, self.shared, self.peer_files)
         self.gates = Gates(self.catalog, registry.approved, self.access.named)
-        self.signatures = Signatures(self.catalog, plugged.check_signature)
+        self.signatures = StoredSignatures(self.catalog, plugged.check_signature)
         self.collecting = Collecting(self.catalog, config.collect_every, self._on_collected)
 
     def replica_left(self, home: Home) -> None:

@@ -49,10 +49,10 @@ class Line(Generic[T]):
         return True
 
 
-class Work(Future[T]):
+class PoolWork(Future[T]):
     """Work of a pool, and its result. Cancelling releases the work's references at once."""
 
-    def __init__(self, work: Callable[[], T], drop: Callable[[Work[T]], object]) -> None:
+    def __init__(self, work: Callable[[], T], drop: Callable[[PoolWork[T]], object]) -> None:
         super().__init__()
         self._work: Callable[[], T] | None = work
         self._drop = drop
@@ -93,13 +93,13 @@ class ThreadPool:
         name: str,
         most: int,
         *,
-        line: Line[Work[Any]] | None = None,
+        line: Line[PoolWork[Any]] | None = None,
         most_waiting: float = math.inf,
         idle_seconds: float = _IDLE_SECONDS,
     ) -> None:
         self._name = name
         self._most = most
-        self._waiting: Line[Work[Any]] = Line() if line is None else line
+        self._waiting: Line[PoolWork[Any]] = Line() if line is None else line
         self._most_waiting = most_waiting
         self._idle_seconds = idle_seconds
         self._changed = threading.Condition()
@@ -117,7 +117,7 @@ class ThreadPool:
             ResourceExhausted: too much work is waiting, or the system cannot start a thread for it.
             Unavailable: the pool has been closed.
         """
-        found = Work(work, partial(self._drop, key))
+        found = PoolWork(work, partial(self._drop, key))
         with self._changed:
             if self._closed:
                 raise _CLOSED.anew()
@@ -159,7 +159,7 @@ class ThreadPool:
         with self._changed:
             self._changed.wait_for(lambda: not self._threads, seconds)
 
-    def _drop(self, key: Any, found: Work[Any]) -> None:
+    def _drop(self, key: Any, found: PoolWork[Any]) -> None:
         with self._changed:
             self._waiting.discard(key, found)
 
@@ -170,7 +170,7 @@ class ThreadPool:
             del taken  # its result must not be kept until the next work arrives
             more = 1
 
-    def _take(self, more: int) -> Work[Any] | None:
+    def _take(self, more: int) -> PoolWork[Any] | None:
         """The next work; None to end the thread. ``more`` is the number of threads that this call makes idle."""
         with self._changed:
             self._idle += more

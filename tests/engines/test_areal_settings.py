@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from weighbridge import InvalidArgument
-from weighbridge.integrations.areal.settings import Settings
+from weighbridge.integrations.areal.settings import ActorSettings
 
 
 def config(**fields: Any) -> SimpleNamespace:
@@ -22,7 +22,7 @@ def config(**fields: Any) -> SimpleNamespace:
 
 def test_settings_are_those_of_the_environment_and_go_on_to_workers(tmp_path: Path) -> None:
     said = {"WEIGHBRIDGE_MODEL": "acme/policy", "WEIGHBRIDGE_SERVER": "10.0.0.1:50051"}
-    settings = Settings.of(config(path=str(tmp_path)), said)
+    settings = ActorSettings.of(config(path=str(tmp_path)), said)
     assert (settings.model, settings.server, settings.run) == ("acme/policy", "10.0.0.1:50051", "gsm8k/t1")
     assert settings.folder() == tmp_path
     worker = {"WEIGHBRIDGE_SERVER": "here:50051"}
@@ -36,14 +36,14 @@ def test_settings_are_those_of_the_environment_and_go_on_to_workers(tmp_path: Pa
 
 def test_a_model_that_is_not_named_and_updates_by_nccl_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="WEIGHBRIDGE_MODEL"):
-        Settings.of(config(), {})
+        ActorSettings.of(config(), {})
     with pytest.raises(InvalidArgument, match="wait for NCCL"):
-        Settings.of(config(weight_update_mode="xccl"), {"WEIGHBRIDGE_MODEL": "acme/policy"})
+        ActorSettings.of(config(weight_update_mode="xccl"), {"WEIGHBRIDGE_MODEL": "acme/policy"})
 
 
 @pytest.mark.parametrize("said", ["soon", "0", "-1", "nan", "inf", "7200"])
 def test_a_timeout_that_ranks_would_not_live_to_see_is_refused(said: str) -> None:
     given = {"WEIGHBRIDGE_MODEL": "acme/policy", "WEIGHBRIDGE_TIMEOUT_SECONDS": said}
     with pytest.raises(InvalidArgument, match="WEIGHBRIDGE_TIMEOUT_SECONDS"):
-        Settings.of(config(), given)
-    assert Settings.of(config(), given | {"WEIGHBRIDGE_TIMEOUT_SECONDS": "60"}).timeout_seconds == 60.0
+        ActorSettings.of(config(), given)
+    assert ActorSettings.of(config(), given | {"WEIGHBRIDGE_TIMEOUT_SECONDS": "60"}).timeout_seconds == 60.0

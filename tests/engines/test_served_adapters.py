@@ -43,7 +43,7 @@ from weighbridge.follow.vllm_adapters import ROUTE
 from weighbridge.integrations.vllm.wrapped import check_wrapped, name_before, unwrapped
 from weighbridge.integrations.vllm_adapters import admission as admissions
 from weighbridge.integrations.vllm_adapters.admission import Admission, Unknown
-from weighbridge.integrations.vllm_adapters.guard import LOAD, NAMES, STATE, UNLOAD, Guard
+from weighbridge.integrations.vllm_adapters.guard import LOAD, NAMES, STATE, UNLOAD, AdaptersGuard
 from weighbridge.integrations.vllm_adapters.middleware import Adapters
 from weighbridge.integrations.vllm_adapters.names import (
     AdapterVersion,
@@ -88,7 +88,7 @@ class Engine:
     memory: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.guard = Guard(self, lambda: asdict(self.state), self.take)  # type: ignore[arg-type]
+        self.guard = AdaptersGuard(self, lambda: asdict(self.state), self.take)  # type: ignore[arg-type]
         self.model_executor = SimpleNamespace(collective_rpc=lambda what, args=(): [what(*args)], is_sleeping=False)
         self.scheduler = SimpleNamespace(requests={})
         self.refused: list[str] = []

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from weighbridge.errors import FailedPrecondition
-from weighbridge.integrations.vllm.engines import Call, changes_parameters
+from weighbridge.integrations.vllm.engines import WorkersCall, changes_parameters
 from weighbridge.integrations.vllm.kept_results import check_updatable
 
 
@@ -57,19 +57,19 @@ def test_engines_that_keep_results_where_a_pause_leaves_them_refuse_updates(conf
 @pytest.mark.parametrize(
     ("call", "changes"),
     [
-        (Call("weighbridge_apply", args=("17",)), True),
-        (Call("weighbridge_undo", args=("17",)), True),
-        (Call("weighbridge_stage", args=("17",)), False),
-        (Call("weighbridge_status"), False),
-        (Call("start_weight_update"), False),
-        (Call(lambda worker: worker), False),
-        (Call("update_weights", kwargs={"update_info": {"version": 17}}), True),
-        (Call("update_weights", args=({"version": 17, "phase": "undo"},)), True),
-        (Call("update_weights", kwargs={"update_info": {"version": 17, "phase": "prepare"}}), False),
-        (Call("update_weights", args=({"version": 17, "phase": "stage"},)), False),
-        (Call("update_weights", kwargs={"update_info": [{"version": 17}, {"version": 17}]}), True),
-        (Call("update_weights"), True),  # whatever it does
+        (WorkersCall("weighbridge_apply", args=("17",)), True),
+        (WorkersCall("weighbridge_undo", args=("17",)), True),
+        (WorkersCall("weighbridge_stage", args=("17",)), False),
+        (WorkersCall("weighbridge_status"), False),
+        (WorkersCall("start_weight_update"), False),
+        (WorkersCall(lambda worker: worker), False),
+        (WorkersCall("update_weights", kwargs={"update_info": {"version": 17}}), True),
+        (WorkersCall("update_weights", args=({"version": 17, "phase": "undo"},)), True),
+        (WorkersCall("update_weights", kwargs={"update_info": {"version": 17, "phase": "prepare"}}), False),
+        (WorkersCall("update_weights", args=({"version": 17, "phase": "stage"},)), False),
+        (WorkersCall("update_weights", kwargs={"update_info": [{"version": 17}, {"version": 17}]}), True),
+        (WorkersCall("update_weights"), True),  # whatever it does
     ],
 )
-def test_caches_are_emptied_after_calls_that_bring_a_version_and_no_others(call: Call, changes: bool) -> None:
+def test_caches_are_emptied_after_calls_that_bring_a_version_and_no_others(call: WorkersCall, changes: bool) -> None:
     assert changes_parameters(call) is changes

@@ -28,10 +28,10 @@ from weighbridge.integrations import weight_updates
 from weighbridge.integrations.trl import WeighbridgeTransfer
 from weighbridge.integrations.weight_updates import (
     TICKET,
-    Update,
     UpdateReceiver,
     UpdateSender,
     UpdateSettings,
+    WeightUpdate,
 )
 
 MODEL = "tests/updates"
@@ -58,7 +58,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpdateSettings]
         yield source
 
 
-def send(source: UpdateSettings, update: Update, of_ranks: list[Weights], step: int | None = None) -> list[str]:
+def send(source: UpdateSettings, update: WeightUpdate, of_ranks: list[Weights], step: int | None = None) -> list[str]:
     """The error of each rank; empty where there is none."""
 
     def of(rank: int) -> str:
@@ -75,7 +75,7 @@ def send(source: UpdateSettings, update: Update, of_ranks: list[Weights], step: 
         return list(pool.map(of, range(RANKS)))
 
 
-async def received(source: UpdateSettings, update: Update, within: float = 60) -> dict[str, Tensor]:
+async def received(source: UpdateSettings, update: WeightUpdate, within: float = 60) -> dict[str, Tensor]:
     receiver = UpdateReceiver(source, timeout=within)
     return {name: tensor.clone() async for name, tensor in receiver.receive(update, CPU, lambda: False)}
 
@@ -91,7 +91,7 @@ def test_what_ranks_gather_together_is_taken_to_the_end_if_the_training_step_can
 
 
 def test_workers_that_wait_get_the_update_that_they_were_told_of(source: UpdateSettings, weights: Weights) -> None:
-    updates = [Update.new() for _ in range(3)]
+    updates = [WeightUpdate.new() for _ in range(3)]
 
     async def main() -> list[dict[str, Tensor]]:
         waiting = [asyncio.create_task(received(source, update)) for update in updates]
@@ -103,12 +103,12 @@ def test_workers_that_wait_get_the_update_that_they_were_told_of(source: UpdateS
     for index, found in enumerate(asyncio.run(main())):
         assert found.keys() == dict(weights).keys()
         assert all(torch.equal(found[name], tensor * index) for name, tensor in weights)
-    newest = asyncio.run(received(source, Update("", "live")))
+    newest = asyncio.run(received(source, WeightUpdate("", "live")))
     assert all(torch.equal(newest[name], tensor) for name, tensor in weights)
 
 
 def test_workers_are_told_why_an_update_fails_and_get_nothing(source: UpdateSettings, weights: Weights) -> None:
-    update = Update.new()
+    update = WeightUpdate.new()
     short = weights[:-1]
 
     async def main() -> list[str]:
@@ -134,7 +134,7 @@ def test_ranks_wait_for_the_one_that_registers_the_model(source: UpdateSettings,
 
 def test_workers_do_not_wait_for_ranks_that_never_come(source: UpdateSettings) -> None:
     with pytest.raises(DeadlineExceeded, match=f"have not begun to push {MODEL} within 0.2 s"):
-        asyncio.run(received(source, Update.new(), within=0.2))
+        asyncio.run(received(source, WeightUpdate.new(), within=0.2))
 
 
 @pytest.mark.parametrize("found", [False, True])
@@ -142,7 +142,7 @@ def test_an_update_that_is_superseded_is_waited_for_no_longer(
     source: UpdateSettings, weights: Weights, found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_updates, "_LOOK_SECONDS", 0.2)
-    update, newer = Update.new(), asyncio.Event()
+    update, newer = WeightUpdate.new(), asyncio.Event()
 
     def newest() -> Version:
         return trainer.versions(MODEL, include_invisible=True, limit=1)[0]

@@ -18,7 +18,7 @@ from weighbridge_storage.head.head_changes import publish
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import History, NodeMissing, settled
 from weighbridge_storage.head.history_nodes import Node, NodeRef
-from weighbridge_storage.head.open_versions import Asked, claim_version, give_up_version
+from weighbridge_storage.head.open_versions import AskedVersion, claim_version, give_up_version
 from weighbridge_storage.stores.objects import ObjectStore
 
 
@@ -114,8 +114,8 @@ def entry(number: int, write_id: str = "w") -> VersionEntry:
 
 
 def open_version(head: Head, *, now_ms: int, **asked: Any) -> tuple[Head, OpenEntry]:
-    """The head after a version was opened as it is `Asked`."""
-    return open_versions.open_version(head, Asked(**asked), now_ms)
+    """The head after a version was opened as it is `AskedVersion`."""
+    return open_versions.open_version(head, AskedVersion(**asked), now_ms)
 
 
 def opened(head: Head, request_id: str = "", now_ms: int = 1000) -> tuple[Head, OpenEntry]:

@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, Sampler
 
 from weighbridge._tracing import spans
-from weighbridge._tracing.settings import Settings
+from weighbridge._tracing.settings import TracingState
 
 
 class Traced:
@@ -26,7 +26,7 @@ class Traced:
 
 
 def turn_on(monkeypatch: pytest.MonkeyPatch, found: Traced) -> None:
-    monkeypatch.setattr(spans, "OF_PROCESS", Settings(found.provider))
+    monkeypatch.setattr(spans, "OF_PROCESS", TracingState(found.provider))
 
 
 def ids(span: ReadableSpan) -> tuple[int, int | None]:

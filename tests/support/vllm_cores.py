@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
-from weighbridge.integrations.vllm.sleeping import Watch
+from weighbridge.integrations.vllm.sleeping import SleepHooks
 
 
 @dataclass
@@ -67,5 +67,5 @@ def watched(bring: Callable[..., Any], backend: str = "weighbridge") -> Core:
     base = type("Core", (), own)  # the methods of vLLM's class are replaced, and each test has one of its own
     process = type("CoreProc", (base,), {"pause_scheduler": Core.pause_scheduler})  # pauses in its own way
     for _ in range(2):
-        Watch("weighbridge", bring, lambda core: core.did.append("forget")).begin(base)
+        SleepHooks("weighbridge", bring, lambda core: core.did.append("forget")).begin(base)
     return cast("Core", process(backend))

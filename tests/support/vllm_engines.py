@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.support.json_servers import Answer, json_server
-from weighbridge.integrations.vllm.engines import Call, collective_rpc
+from weighbridge.integrations.vllm.engines import WorkersCall, collective_rpc
 
 MODEL = "acme/tiny"
 
@@ -144,7 +144,7 @@ class FakeVllm:
 
     async def rpc(self, method: str, *args: str, **kwargs: Any) -> Any:
         """A call of all workers, as routes make it."""
-        call = Call(method, None, args, kwargs)
+        call = WorkersCall(method, None, args, kwargs)
         if self.plugin:
             return await collective_rpc(self.of_vllm, self, call)
         return await self.of_vllm(method, None, args, kwargs)

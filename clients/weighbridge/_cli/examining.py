@@ -141,7 +141,7 @@ def _told_address(servers: Sequence[str], credentials: Credentials) -> str:
     return asking.told_address(servers[-1], credentials)
 
 
-def _found(answer: asking.Answer) -> list[Check]:
+def _found(answer: asking.HttpResponse) -> list[Check]:
     """The checks in an answer. Raises Unavailable if it contains something else."""
     try:
         found: Any = answer.value["checks"]

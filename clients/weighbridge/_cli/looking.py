@@ -12,7 +12,7 @@ import click
 
 from weighbridge._cli.output import print_json, print_result, print_table, progress_bar, readable_time, say
 from weighbridge._cli.parsing import WholeNumber, comparisons, model_perhaps_at_version, ref_of
-from weighbridge._cli.resuming import Progress
+from weighbridge._cli.resuming import DoneLines
 from weighbridge._cli.running import Command, client_options, engine_of
 from weighbridge._cli.showing import completing
 from weighbridge._cli.signing import FILE, trusted
@@ -376,7 +376,7 @@ def verify_command(
         raise click.UsageError("--resume needs --all")
     if all_versions:
         with engine_of(server) as client:
-            ctx.exit(_verify_all(client, reference.model, Progress(resume), as_json=as_json))
+            ctx.exit(_verify_all(client, reference.model, DoneLines(resume), as_json=as_json))
     signed: tuple[Signed, ...] = ()
     with engine_of(server) as client:
         if by_signature:
@@ -407,7 +407,7 @@ def verify_command(
     ctx.exit(1 if found.problems else 0)
 
 
-def _verify_all(client: EngineClient, model: str, progress: Progress, *, as_json: bool) -> int:
+def _verify_all(client: EngineClient, model: str, progress: DoneLines, *, as_json: bool) -> int:
     """Compare all stored versions of a model, one after another. Returns the exit code."""
     versions = [version for version in client.versions(model) if version.state.stored]
     found: list[Verification] = []

@@ -11,7 +11,7 @@ import click
 
 from weighbridge._cli.output import print_json, progress_bar, say
 from weighbridge._cli.parsing import StoreLocation
-from weighbridge._cli.resuming import Progress
+from weighbridge._cli.resuming import DoneLines
 from weighbridge._cli.running import Command
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.extras import needs_extra
@@ -74,7 +74,7 @@ def fsck_command(
 
     found: list[CheckedModel] = []
     contents: list[_Contents | None] = []
-    compared = Progress(resume)
+    compared = DoneLines(resume)
     with closing(open_store(location)) as store:
         with progress_bar("checking versions", counted=True) as update:
             found += check_store(store, repair=repair, drop_damaged=drop_damaged, on_progress=update)
@@ -107,7 +107,7 @@ class _Contents:
     problems: tuple[tuple[int, str], ...]
 
 
-def _compared(store: ObjectStore, location: str, model: CheckedModel, compared: Progress) -> _Contents:
+def _compared(store: ObjectStore, location: str, model: CheckedModel, compared: DoneLines) -> _Contents:
     """Read the contents of a model's versions, except those that were compared in the same place before."""
     from weighbridge_service.fsck.contents import compare_contents
 

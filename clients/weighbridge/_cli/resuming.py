@@ -9,7 +9,7 @@ from pathlib import Path
 from weighbridge.errors import InvalidArgument
 
 
-class Progress:
+class DoneLines:
     """Things that were done, one line each, on disk as soon as they are.
 
     Args:

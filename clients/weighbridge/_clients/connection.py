@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc
 
 from weighbridge._clients.calls.absences import absences
-from weighbridge._clients.calls.steps import Call, Steps, take
+from weighbridge._clients.calls.steps import Steps, UnaryCall, take
 from weighbridge._clients.holding.policy import current_hold
 from weighbridge._clients.transport import Transport
 from weighbridge._core.pauses import DICE
@@ -124,7 +124,7 @@ class Connection(Transport):
             credentials=self.credentials,
         )
 
-    def _call(self, call: Call, at: str | None, seconds: float) -> bytes:
+    def _call(self, call: UnaryCall, at: str | None, seconds: float) -> bytes:
         """Make a call that is safe to repeat. Retry until the service responds, or until the push that makes the call
         may no longer block its rank.
         """

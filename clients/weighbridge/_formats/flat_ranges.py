@@ -35,7 +35,7 @@ class StridedView:
         return StridedView(tuple(shape), tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))]))
 
 
-class Part(NamedTuple):
+class RangePart(NamedTuple):
     """Box of a view whose elements are all in a range of the view's memory.
 
     Attributes:
@@ -56,7 +56,7 @@ class Part(NamedTuple):
         return flat.as_strided(self.box.extent, self.strides, flat.storage_offset() + self.at)
 
 
-def parts_of_range(first: int, size: int, view: StridedView) -> list[Part]:
+def parts_of_range(first: int, size: int, view: StridedView) -> list[RangePart]:
     """The boxes of a view that are in a range of memory.
 
     Args:
@@ -68,5 +68,5 @@ def parts_of_range(first: int, size: int, view: StridedView) -> list[Part]:
     found = []
     for box in strided_boxes(view.shape, view.strides, start, start + size):
         at = sum([o * stride for o, stride in zip(box.offset, view.strides, strict=True)]) - start
-        found.append(Part(box, view.strides, at))
+        found.append(RangePart(box, view.strides, at))
     return found

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Entry(NamedTuple):
+class ShardedEntry(NamedTuple):
     """One parameter or buffer of a sharded state dict.
 
     Attributes:
@@ -59,7 +59,7 @@ class ShardedTensors:
 
     layout: Layout
     tensors: tuple[torch.Tensor, ...]
-    entries: tuple[Entry, ...] = field(repr=False)
+    entries: tuple[ShardedEntry, ...] = field(repr=False)
     objects: tuple[Any, ...] = field(repr=False)
 
     def finish_restore(self) -> None:
@@ -227,18 +227,18 @@ def is_main(replica_id: Any) -> bool:
     return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
 
 
-def _read(sharded_state_dict: Any) -> tuple[list[Entry], list[Any]]:
+def _read(sharded_state_dict: Any) -> tuple[list[ShardedEntry], list[Any]]:
     """The parameters and buffers of a sharded state dict, and its ``ShardedObject``s."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-    entries: list[Entry] = []
+    entries: list[ShardedEntry] = []
     objects: list[Any] = []
     for found in sharded_entries(sharded_state_dict):
         if isinstance(found, ShardedTensor):
-            entries.append(Entry(found, found, (found,)))
+            entries.append(ShardedEntry(found, found, (found,)))
         elif isinstance(found, ShardedTensorFactory):
             built = found.build()
-            entries.append(Entry(found, built, built_shards(found, built)))
+            entries.append(ShardedEntry(found, built, built_shards(found, built)))
         else:
             objects.append(found)
     return entries, objects

@@ -84,7 +84,7 @@ class Member(NamedTuple):
     place: Box
 
 
-class Part(NamedTuple):
+class FormPart(NamedTuple):
     """A box of a tensor in memory that corresponds to a box of a tensor in the files.
 
     Attributes:
@@ -142,7 +142,7 @@ class Form:
             return False
         return tuple(shape) == (self.shape[0], self.shape[2], self.shape[1])
 
-    def parts(self, box: Box, *, swapped: bool = False) -> list[Part]:
+    def parts(self, box: Box, *, swapped: bool = False) -> list[FormPart]:
         """The parts of a box of the tensor in memory.
 
         Args:
@@ -151,7 +151,7 @@ class Form:
         """
         spec, place = self.members[0]
         if len(self.members) == 1 and place.extent == spec.shape and not swapped:  # nearly all tensors
-            return [Part(spec.name, box, (), stacked=False, swapped=False)]
+            return [FormPart(spec.name, box, (), stacked=False, swapped=False)]
         upright = _swap(box) if swapped else box
         found = []
         for spec, place in self.members:
@@ -165,7 +165,7 @@ class Form:
             here = common.relative_to(upright.offset)
             where = (_swap(here) if swapped else here).offset, (_swap(here) if swapped else here).extent
             slices = tuple(slice(start, start + length) for start, length in zip(*where, strict=True))
-            found.append(Part(spec.name, there, slices, stacked, swapped))
+            found.append(FormPart(spec.name, there, slices, stacked, swapped))
         return found
 
 
@@ -174,7 +174,7 @@ def _swap(box: Box) -> Box:
     return Box((*offset, p, o), (*extent, f, e))
 
 
-class Reading(NamedTuple):
+class MemoryShards(NamedTuple):
     """Shards that an ordinary tensor in memory consists of.
 
     Attributes:
@@ -185,7 +185,7 @@ class Reading(NamedTuple):
 
     name: str
     tensors: Sequence[str]
-    parts: tuple[tuple[Shard, Part], ...]
+    parts: tuple[tuple[Shard, FormPart], ...]
 
 
 class TensorForms(dict[str, TensorSpec]):
@@ -210,7 +210,7 @@ class TensorForms(dict[str, TensorSpec]):
         return self._plain_forms.get(name) or self.other_forms.get(name)
 
     @cached_property
-    def readings(self) -> dict[Hashable, Reading]:
+    def readings(self) -> dict[Hashable, MemoryShards]:
         """Readings of ordinary tensors, by the properties that decide them."""
         return {}
 

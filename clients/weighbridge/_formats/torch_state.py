@@ -15,7 +15,7 @@ from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge._formats import peft_models, zero3
 from weighbridge._formats.dtensors import local_shards, local_tensor
-from weighbridge._formats.memory_forms import Form, Reading, TensorForms
+from weighbridge._formats.memory_forms import Form, MemoryShards, TensorForms
 from weighbridge._formats.misfits import Misfit, check_prefix, told
 from weighbridge._formats.naming.parameter_names import (
     check_merged,
@@ -303,9 +303,9 @@ class _Reader:
             self._tensors += [part.view(tensor) for part, tensor in found]
             if key is not None:
                 parts = tuple(zip(shards, (part for part, _ in found), strict=True))
-                self._model.readings[key] = Reading(form.name, form.tensors, parts)
+                self._model.readings[key] = MemoryShards(form.name, form.tensors, parts)
 
-    def _take(self, reading: Reading, value: torch.Tensor) -> None:
+    def _take(self, reading: MemoryShards, value: torch.Tensor) -> None:
         """Read an entry in the same way as an earlier entry of the same kind."""
         self._found.update(reading.tensors)
         self._given[reading.name] = value

@@ -33,13 +33,13 @@ from weighbridge._lazy.recording import Recording, Shape
 from weighbridge._lazy.source import Source
 from weighbridge._lazy.staging import StagingPlace, on_stream_of, staging_bytes
 from weighbridge._lazy.tensor import LazyTensor
-from weighbridge._lazy.update import Incoming, Update
+from weighbridge._lazy.update import IncomingSlices, Update
 
 __all__ = [
     "Arrived",
     "Digests",
     "EarlyStaging",
-    "Incoming",
+    "IncomingSlices",
     "LazyTensor",
     "Load",
     "Pair",

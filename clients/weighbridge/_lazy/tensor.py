@@ -39,7 +39,7 @@ SHAPE_ONLY = frozenset(
 """Operations that only use a tensor's shape, dtype and device."""
 
 
-class Reader(Protocol):
+class LazyOperations(Protocol):
     """Handler of operations on lazy tensors."""
 
     def copy(self, target: torch.Tensor, source: LazyTensor) -> None:
@@ -68,13 +68,13 @@ class LazyTensor(Storageless):
         casts: dtypes that the tensor's elements go through, one after the other.
     """
 
-    _reader: Reader
+    _reader: LazyOperations
     spec: TensorSpec
     _elements: torch.Tensor  # on meta: a view of the version's tensor, of its dtype
     casts: tuple[torch.dtype, ...]
 
     @staticmethod
-    def of(spec: TensorSpec, reader: Reader) -> LazyTensor:
+    def of(spec: TensorSpec, reader: LazyOperations) -> LazyTensor:
         """A whole tensor of a version."""
         whole = torch.empty(spec.shape, dtype=spec.dtype.torch, device="meta")
         return _made(reader, spec, whole, whole, (), Memory(whole, whole), torch.device("cpu"))
@@ -171,7 +171,7 @@ class LazyTensor(Storageless):
 
 
 def _made(
-    reader: Reader,
+    reader: LazyOperations,
     spec: TensorSpec,
     logical: torch.Tensor,
     elements: torch.Tensor,

@@ -19,7 +19,7 @@ from weighbridge._memory import cuda_copies
 from weighbridge.errors import FailedPrecondition
 
 
-class Incoming(Protocol):
+class IncomingSlices(Protocol):
     """Slices of a version on their way to a rank: a `Pull`, or an `Arrived`."""
 
     version: Version
@@ -52,7 +52,7 @@ class Update:
         FailedPrecondition: a tensor differs from the recorded one; the message names it.
     """
 
-    def __init__(self, recording: Recording, incoming: Incoming) -> None:
+    def __init__(self, recording: Recording, incoming: IncomingSlices) -> None:
         self.version = incoming.version
         self.nbytes = incoming.nbytes
         self._recording = recording

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weighbridge._core.byte_copies import ByteCopy
-from weighbridge._memory.native_copies import Region, copy_natively
+from weighbridge._memory.native_copies import AddressRange, copy_natively
 from weighbridge._memory.strided import ShardCopies
 
 Rows: TypeAlias = NDArray[np.int64]
@@ -19,7 +19,7 @@ Rows: TypeAlias = NDArray[np.int64]
 of the source's, bytes of a row, number of rows. The order is that of the arguments of ``cudaMemcpy2DAsync``."""
 TARGET, TARGET_PITCH, SOURCE, SOURCE_PITCH, WIDTH, COUNT = range(6)
 
-_ALL_MEMORY = Region(0, 1 << 62)
+_ALL_MEMORY = AddressRange(0, 1 << 62)
 
 
 def rows_of(copies: Sequence[ByteCopy[int]], shard: int, memories: Sequence[int]) -> Rows | None:

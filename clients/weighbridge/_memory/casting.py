@@ -17,7 +17,7 @@ from weighbridge._core.dtypes import parse
 from weighbridge._core.nonfinite import Encoding, encoding_of
 from weighbridge._memory.copying import has_bytes, typed_views, write_tensors
 from weighbridge._memory.mappings import MappedMemory
-from weighbridge._memory.native_copies import Plan, Region, copy_natively, region_of
+from weighbridge._memory.native_copies import AddressRange, Plan, copy_natively, region_of
 from weighbridge._memory.strided import ShardCopies, Uncounted, WrittenCounts
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _narrow(
         return set()
     plans = [
         (
-            Region(shards[index][0].data_ptr(), shards[index][0].nbytes),
+            AddressRange(shards[index][0].data_ptr(), shards[index][0].nbytes),
             ShardCopies.of(shards[index][2]).packed,
         )
         for index in chosen
@@ -111,7 +111,9 @@ def _narrow(
     return {index for index, count in zip(chosen, found, strict=True) if not count}
 
 
-def _narrowed(plans: Sequence[tuple[Region, Plan]], memories: Sequence[Region], threads: int) -> list[int] | None:
+def _narrowed(
+    plans: Sequence[tuple[AddressRange, Plan]], memories: Sequence[AddressRange], threads: int
+) -> list[int] | None:
     encodings = [encoding_of(parse("bf16"))] * len(plans)
     return copy_natively(plans, memories, into_memory=True, threads=threads, encodings=encodings, narrowed=True)
 
@@ -126,7 +128,7 @@ def _narrows_as_torch() -> bool:
     values = patterns[(patterns & 0x7FFF_FFFF) < 0x7F7F_8000].view(np.float32)
     found = np.zeros(2 * len(values), np.uint8)
     whole = ShardCopies([ByteCopy((len(found),), 0, (1,), 0, 0, (1,))]).packed
-    counts = _narrowed([(Region(values.ctypes.data, values.nbytes), whole)], [region_of(found, written=True)], 1)
+    counts = _narrowed([(AddressRange(values.ctypes.data, values.nbytes), whole)], [region_of(found, written=True)], 1)
     expected = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint8).numpy()
     return counts == [0] and np.array_equal(found, expected)
 

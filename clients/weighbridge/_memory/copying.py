@@ -13,7 +13,7 @@ from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.nonfinite import Encoding
 from weighbridge._memory import cuda_copies
 from weighbridge._memory.mappings import MappedMemory
-from weighbridge._memory.native_copies import Region, copy_natively, region_of
+from weighbridge._memory.native_copies import AddressRange, copy_natively, region_of
 from weighbridge._memory.strided import ShardCopies
 from weighbridge._memory.tensor_counts import TensorCounts
 from weighbridge.errors import WeighbridgeError
@@ -169,7 +169,7 @@ def read_tensors(
                 if filled is None:
                     yield from ahead.given(leave=0)
                     _copy_tensors([_Copied(0, target, copies, None)], memories, into_memory=False)
-                ahead.append(_Asked(shard, target, filled))
+                ahead.append(_SubmittedCopy(shard, target, filled))
                 yield from ahead.given(leave=_AHEAD_BYTES if filled else 0)
         except Exception:  # yield earlier shards first
             yield from ahead.given(leave=0)
@@ -216,7 +216,7 @@ def fill_tensors(
     cuda_copies.wait_for_streams(shard for shard, _ in replaced)
 
 
-class _Asked(NamedTuple):
+class _SubmittedCopy(NamedTuple):
     """A shard whose copy was submitted.
 
     Attributes:
@@ -247,10 +247,10 @@ class _Ahead:
     """Shards that were submitted and not yielded yet, in order."""
 
     def __init__(self) -> None:
-        self._asked: deque[_Asked] = deque()
+        self._asked: deque[_SubmittedCopy] = deque()
         self._weight = 0
 
-    def append(self, asked: _Asked) -> None:
+    def append(self, asked: _SubmittedCopy) -> None:
         """Add a shard."""
         self._asked.append(asked)
         self._weight += asked.weight
@@ -317,7 +317,8 @@ def _copy_tensors(
         counts: Iterable[int] | None = None
         if len(batch) > 1 or all(has_bytes(each.shard) for each in batch):
             plans = [
-                (Region(each.shard.data_ptr(), each.shard.nbytes), ShardCopies.of(each.copies).packed) for each in batch
+                (AddressRange(each.shard.data_ptr(), each.shard.nbytes), ShardCopies.of(each.copies).packed)
+                for each in batch
             ]
             counts = copy_natively(
                 plans,

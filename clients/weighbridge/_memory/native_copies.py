@@ -25,14 +25,14 @@ Plan = NDArray[np.int64]
 axis the extent, the stride in memory and the stride in the shard."""
 
 
-class Region(NamedTuple):
+class AddressRange(NamedTuple):
     """Bytes at an address, which the caller keeps alive."""
 
     address: int
     nbytes: int
 
 
-def region_of(array: NDArray[np.uint8], *, written: bool) -> Region:
+def region_of(array: NDArray[np.uint8], *, written: bool) -> AddressRange:
     """Region of an array's bytes.
 
     Raises:
@@ -40,12 +40,12 @@ def region_of(array: NDArray[np.uint8], *, written: bool) -> Region:
     """
     if not array.flags.c_contiguous or (written and not array.flags.writeable):
         raise ValueError("the array is not contiguous, or is read-only and would be written to")
-    return Region(array.ctypes.data, array.nbytes)
+    return AddressRange(array.ctypes.data, array.nbytes)
 
 
 def copy_natively(
-    shards: Sequence[tuple[Region, Plan]],
-    memories: Sequence[Region],
+    shards: Sequence[tuple[AddressRange, Plan]],
+    memories: Sequence[AddressRange],
     *,
     into_memory: bool,
     threads: int,

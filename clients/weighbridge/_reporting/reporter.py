@@ -21,7 +21,7 @@ from weighbridge._core.engines.facts import ENGINE_ENDED, EngineFacts, EngineRep
 from weighbridge._core.engines.status import AgentStatus
 from weighbridge._core.pauses import DICE
 from weighbridge._core.text.shortening import shortened
-from weighbridge._reporting.said import Contact, Said, status_of
+from weighbridge._reporting.said import Contact, ReportedState, status_of
 from weighbridge.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable, WeighbridgeError
 
 __all__ = ["EngineReporter"]
@@ -85,7 +85,7 @@ class EngineReporter:
         self._listener = listener
         self._delay = delay
         self._lock = threading.Lock()
-        self._said = Said(facts, now_s, now_s)
+        self._said = ReportedState(facts, now_s, now_s)
         self._contact = Contact()
         self._beat = 0
         self._refused = ""

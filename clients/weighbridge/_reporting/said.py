@@ -22,7 +22,7 @@ _MISSED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ReportedState:
     """State of an engine to be reported. Times are seconds of the monotonic clock.
 
     Attributes:
@@ -37,7 +37,7 @@ class Said:
     updated_s: float
     proved_s: float = 0.0
 
-    def with_changes(self, changes: dict[str, Any], now_s: float, updated_s: float | None = None) -> Said:
+    def with_changes(self, changes: dict[str, Any], now_s: float, updated_s: float | None = None) -> ReportedState:
         """The state after a change.
 
         Args:
@@ -50,7 +50,7 @@ class Said:
         same = (before.state, before.version, before.target) == (facts.state, facts.version, facts.target)
         updated = facts.update_version and "update_version" in changes
         proved = "proofs" in changes or bool(facts.proof) > bool(before.proof)
-        return Said(
+        return ReportedState(
             facts,
             self.since_s if same else now_s,
             (now_s if updated_s is None else updated_s) if updated else self.updated_s,
@@ -77,7 +77,7 @@ class Contact:
     problem: str = ""
 
 
-def status_of(said: Said, contact: Contact, now_s: float, now_ms: int) -> AgentStatus:
+def status_of(said: ReportedState, contact: Contact, now_s: float, now_ms: int) -> AgentStatus:
     """Status of an engine, from its state and that of its reports. Pure."""
 
     def time_ms(then_s: float | None) -> int:

@@ -45,7 +45,7 @@ def _of_application() -> trace.TracerProvider | None:
     return None if isinstance(found, _NONE) else found
 
 
-class Settings:
+class TracingState:
     """State of tracing in this process. Thread-safe.
 
     Args:
@@ -106,4 +106,4 @@ class Settings:
                 log.warning("traces are disabled: %s", error)
 
 
-OF_PROCESS = Settings()
+OF_PROCESS = TracingState()

@@ -35,7 +35,7 @@ from weighbridge.errors import InvalidArgument, LayoutError
 from weighbridge.v1.model_service_pb2 import RegisterModelRequest
 
 
-class Adapters:
+class AdapterPushes:
     """Pushes and restores adapters.
 
     Args:

@@ -24,7 +24,7 @@ from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box, Link
 from weighbridge._core.layouts import Layout, Shard, TensorSpec, WeightLinks
 from weighbridge._core.text.counts import counted, first_lines
-from weighbridge._formats.megatron_state import Entry, ShardedTensors, sharded_entries, sharded_tensors
+from weighbridge._formats.megatron_state import ShardedEntry, ShardedTensors, sharded_entries, sharded_tensors
 from weighbridge._trainers.peft_adapters import PREFIX, LoraModule
 from weighbridge.errors import LayoutError
 
@@ -47,7 +47,7 @@ _ROWS, _COLUMNS = -2, -1
 _ONLY = "push the merged model instead: LoRAMerge of Megatron-Bridge on a copy, then push"
 
 
-class Part(NamedTuple):
+class AdapterPart(NamedTuple):
     """One shard of an adapter's tensor.
 
     Attributes:
@@ -94,7 +94,7 @@ class MegatronAdapters:
         trained: names of other parameters that are trained.
     """
 
-    parts: tuple[Part, ...] = field(repr=False)
+    parts: tuple[AdapterPart, ...] = field(repr=False)
     beside: Mapping[str, TensorSpec] = field(repr=False)
     held: Mapping[str, frozenset[tuple[int, ...]]] = field(repr=False)
     scales: Mapping[int, LoraModule] = field(repr=False)
@@ -180,7 +180,7 @@ class MegatronAdapters:
         layout = Layout.stream(specs.values(), [shard for shard, _ in shards])
         return PlacedAdapters(layout, tuple(data for _, data in shards), modules)
 
-    def _scale(self, part: Part) -> LoraModule:
+    def _scale(self, part: AdapterPart) -> LoraModule:
         found = self.scales.get(part.memory)
         if found is None:
             raise LayoutError(f"the scale of the adapter of {part.layer} is not known", fix=_ONLY)
@@ -188,7 +188,7 @@ class MegatronAdapters:
 
     def _slices(
         self,
-        part: Part,
+        part: AdapterPart,
         of_weight: Mapping[tuple[str, tuple[int, ...]], Sequence[Link]],
         targets: Mapping[str, TensorSpec],
     ) -> Iterator[_Slice]:
@@ -216,7 +216,7 @@ class MegatronAdapters:
             if length > 0:
                 yield _Slice(cut.target, first, cut.target_first + first - cut.first, length)
 
-    def _weights_of(self, part: Part) -> Iterator[str]:
+    def _weights_of(self, part: AdapterPart) -> Iterator[str]:
         halves = ("", "_w", "_v") if part.is_in or part.of or not part.half else (part.half,)
         layers = [part.layer] if any(f"{part.layer}{_WEIGHT}{half}" in self.beside for half in halves) else []
         layers = layers or sorted(
@@ -322,7 +322,7 @@ def _without_expert(name: str) -> str:
     return _EXPERT.sub(r"\1", name)
 
 
-def _parts(entry: Entry, fused: Collection[str]) -> Iterator[Part]:
+def _parts(entry: ShardedEntry, fused: Collection[str]) -> Iterator[AdapterPart]:
     """Yield the parts of one parameter, if it belongs to an adapter.
 
     Megatron-Bridge declares the rows of B of every ``linear_fc1`` as alternating rows of gate and up, even if they
@@ -336,7 +336,7 @@ def _parts(entry: Entry, fused: Collection[str]) -> Iterator[Part]:
         layer, of, side, half = found[1], found[2] or "", found[3], found[4] or ""
         offset, local = tuple(map(int, shard.global_offset)), tuple(map(int, shard.local_shape))
         rows, columns = map(int, shard.global_shape[_ROWS:])
-        part = Part(
+        part = AdapterPart(
             layer, of, side == "linear_in", half, (rows, columns), offset[:_ROWS],
             Box(offset[_ROWS:], local[_ROWS:]), shard.data.detach(), entry.declared.data.data_ptr(),
         )  # fmt: skip
@@ -352,7 +352,7 @@ def _parts(entry: Entry, fused: Collection[str]) -> Iterator[Part]:
             yield part._replace(leading=(*part.leading[:inside], *own), data=part.data[index])
 
 
-def _is_cut_in_halves(entry: Entry) -> bool:
+def _is_cut_in_halves(entry: ShardedEntry) -> bool:
     """Whether a matrix is declared as two matrices, gate and up."""
     matrices = {tuple(shard.global_offset)[:_ROWS] for shard in entry.shards}
     return len(entry.shards) == 2 and len(matrices) == 1 and entry.declared.data.dim() == 2
@@ -372,7 +372,7 @@ def _slice(link: Link, axis: int, target: TensorSpec) -> _Slice:
     return _Slice(link.target, link.source_box.offset[axis], link.target_box.offset[axis], link.source_box.extent[axis])
 
 
-def _place(part: Part, cut: _Slice, target: TensorSpec) -> tuple[TensorSpec, Shard, torch.Tensor]:
+def _place(part: AdapterPart, cut: _Slice, target: TensorSpec) -> tuple[TensorSpec, Shard, torch.Tensor]:
     """Return a slice of a part as a shard of one of peft's tensors."""
     rows, columns = target.shape
     dtype = dtypes.from_torch(part.data.dtype)

@@ -21,7 +21,7 @@ from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats.push_sources import HeldShards
 from weighbridge._formats.side_files.reading import CONFIG
 from weighbridge._trainers import model_folders, restoring
-from weighbridge._trainers.adapters import Adapters
+from weighbridge._trainers.adapters import AdapterPushes
 from weighbridge._trainers.known_tensors import KnownTensors
 from weighbridge._trainers.pushes import Pushes, all_taken
 from weighbridge._trainers.restorer import Restorer
@@ -70,7 +70,7 @@ class TrainerClient(Client):
         self._known = KnownTensors(self._connection)
         self._restorer = Restorer(self._connection, self._known)
         self._pushes = Pushes(self._connection, self._known, ahead_bytes)
-        self._adapters = Adapters(self._connection, self._known, self._pushes)
+        self._adapters = AdapterPushes(self._connection, self._known, self._pushes)
 
     def close(self) -> None:
         """Wait until all pushes have been delivered or have failed, then close the connection."""

@@ -178,7 +178,7 @@ class StreamReceiver:
         count = calls_for(nbytes, connections.most)
         outage = Outage(str(connections.addresses))
         self._parts = [
-            _Part(open_at, connections, Striping(count, index), on_header, retry_seconds, outage)
+            _ReceivedPart(open_at, connections, Striping(count, index), on_header, retry_seconds, outage)
             for index in range(count)
         ]
 
@@ -220,7 +220,7 @@ class _Stopped(Exception):
     """The consumer has stopped the stream."""
 
 
-class _Part:
+class _ReceivedPart:
     """Part of a stream that one of several calls receives, in a thread of its own, a few messages ahead of the
     consumer.
     """

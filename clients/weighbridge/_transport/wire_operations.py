@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from weighbridge._core.json_values import json_value
-from weighbridge._core.operations.operation import Entry, Operation
+from weighbridge._core.operations.operation import Operation, OperationEntry
 from weighbridge._transport import wire
 from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import model_service_pb2
@@ -77,7 +77,7 @@ def messages_of(operation: Operation[Answer]) -> Messages[Answer]:
     return Messages(operation)
 
 
-def descriptor_of(operation: Entry) -> MethodDescriptor:
+def descriptor_of(operation: OperationEntry) -> MethodDescriptor:
     """An operation's method in the contract. Raises KeyError."""
     package = model_service_pb2.DESCRIPTOR.package
     found: MethodDescriptor = model_service_pb2.DESCRIPTOR.pool.FindMethodByName(f"{package}.{operation.method}")

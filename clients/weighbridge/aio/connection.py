@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import grpc
 
 from weighbridge._clients.calls.absences import absences
-from weighbridge._clients.calls.steps import Call, Pause, Step, Steps, Work
+from weighbridge._clients.calls.steps import Pause, Step, Steps, UnaryCall, Work
 from weighbridge._core.pauses import DICE
 from weighbridge._core.text import waits
 from weighbridge._tracing import spans
@@ -143,7 +143,7 @@ class AsyncConnection:
 
     async def _take(self, step: Step, retry_seconds: float) -> Any:
         match step:
-            case Call():
+            case UnaryCall():
                 return await self._call(step, retry_seconds)
             case Pause(seconds):
                 await asyncio.sleep(seconds)
@@ -151,7 +151,7 @@ class AsyncConnection:
                 return await self._threads.run_or_leave(do)
         return None
 
-    async def _call(self, call: Call, retry_seconds: float) -> bytes:
+    async def _call(self, call: UnaryCall, retry_seconds: float) -> bytes:
         backoff, outage = Backoff(retry_seconds), Outage(str(self.addresses))
         while True:
             address = self.addresses.current

@@ -31,7 +31,7 @@ from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, We
 from weighbridge.follow.due_proofs import DueProofs, Proved
 from weighbridge.follow.engines import (
     AnswersToken,
-    Engine,
+    EngineDriver,
     EngineFailed,
     Prepared,
     PreparesEarly,
@@ -136,7 +136,7 @@ class Follower:
         self,
         client: EngineClient,
         model: str,
-        engine: Engine,
+        engine: EngineDriver,
         ref: str = "latest",
         retry_seconds: float = 2.0,
         *,

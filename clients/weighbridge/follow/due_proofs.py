@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.engines.facts import FAILED, IN_PART, NOT_PROVED
 from weighbridge.errors import InvalidArgument, WeighbridgeError
-from weighbridge.follow.engines import Engine, GivesEvidence, attempt
+from weighbridge.follow.engines import EngineDriver, GivesEvidence, attempt
 from weighbridge.follow.proving import ByLoad, Proof, prove, prove_by_load
 from weighbridge.follow.updates import quietly
 
@@ -59,7 +59,9 @@ class DueProofs:
         InvalidArgument: proofs are enabled, but the engine's driver provides no evidence (`GivesEvidence`).
     """
 
-    def __init__(self, client: EngineClient, model: str, engine: Engine, every: int, say: Callable[..., None]) -> None:
+    def __init__(
+        self, client: EngineClient, model: str, engine: EngineDriver, every: int, say: Callable[..., None]
+    ) -> None:
         self._evidence = engine.evidence if isinstance(engine, GivesEvidence) else None
         if every and self._evidence is None:
             raise InvalidArgument(

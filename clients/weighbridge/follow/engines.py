@@ -123,7 +123,7 @@ class Serving:
     brought: int = field(default=0, compare=False)
 
 
-class Engine(Protocol):
+class EngineDriver(Protocol):
     """A running engine. Every method that fails raises `WeighbridgeError`: `EngineFailed`, or a more specific error."""
 
     def connect(self) -> None:
@@ -163,7 +163,7 @@ class PreparesEarly(Protocol):
     def prepare_early(self, version: int) -> None:
         """Make the engine fetch a version as it arrives, while the service is still receiving it; returns immediately.
 
-        `Engine.prepare` continues with it when the version is ready.
+        `EngineDriver.prepare` continues with it when the version is ready.
         """
 
 

@@ -11,7 +11,7 @@ from weighbridge._core.engines.facts import FAILED, IN_PART, NOT_PROVED, PROVED
 from weighbridge._core.json_values import JsonValue
 from weighbridge._core.text.counts import named
 from weighbridge.errors import FailedPrecondition
-from weighbridge.follow.engines import Engine
+from weighbridge.follow.engines import EngineDriver
 from weighbridge.follow.evidence import Evidence, RankProof
 from weighbridge.follow.status import drafter_in, is_version, label
 from weighbridge.follow.updates import let_go_on
@@ -140,7 +140,7 @@ def prove_by_load(engine: ByLoad, model: str, number: int) -> Proof:
 
 
 @runtime_checkable
-class ByLoad(Engine, Protocol):
+class ByLoad(EngineDriver, Protocol):
     """Driver of an engine that can load a version again with its own loader."""
 
     def compare_with_load(self) -> Mapping[str, RankProof]:

@@ -18,7 +18,7 @@ from opentelemetry.trace import INVALID_SPAN, Span
 from weighbridge._core.engines.step_parts import OF_AGENT, Parts
 from weighbridge._tracing import spans
 from weighbridge.errors import WeighbridgeError
-from weighbridge.follow.engines import Engine, EngineFailed, Prepared, Serving, attempt
+from weighbridge.follow.engines import EngineDriver, EngineFailed, Prepared, Serving, attempt
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Laps:
             self.end(name)
 
 
-def update(engines: Mapping[str, Engine], number: int, label: str) -> Updated:
+def update(engines: Mapping[str, EngineDriver], number: int, label: str) -> Updated:
     """Update engines to a version.
 
     Args:
@@ -114,7 +114,7 @@ def update(engines: Mapping[str, Engine], number: int, label: str) -> Updated:
     """
     drivers = list(engines.values())
 
-    def prepare(engine: Engine) -> Prepared:
+    def prepare(engine: EngineDriver) -> Prepared:
         engine.connect()
         return engine.prepare(number)
 
@@ -141,7 +141,7 @@ def pause_seconds(parts: Parts) -> float:
     return sum(parts.get(each.name, 0.0) for each in OF_AGENT if each.still)
 
 
-def apply_prepared(engines: Sequence[Engine], number: int, label: str, laps: Laps | None = None) -> list[str]:
+def apply_prepared(engines: Sequence[EngineDriver], number: int, label: str, laps: Laps | None = None) -> list[str]:
     """Pause engines, apply their prepared versions, and always resume them.
 
     If one cannot be paused, none applies the version. An engine stays paused if it reports that its parameters belong
@@ -184,7 +184,7 @@ def quietly(ask: Callable[[], T]) -> T | None:
         return None
 
 
-def let_go_on(engine: Engine, *, failed: bool) -> None:
+def let_go_on(engine: EngineDriver, *, failed: bool) -> None:
     """Resume the engine, unless its weights may be mixed."""
     if failed:
         serving: Serving | None = None
@@ -216,5 +216,5 @@ def _problems(ended: Iterable[tuple[object, WeighbridgeError | None]]) -> list[s
     return ["" if error is None else str(error) for _, error in ended]
 
 
-def _named(engines: Mapping[str, Engine], problems: Sequence[str]) -> list[str]:
+def _named(engines: Mapping[str, EngineDriver], problems: Sequence[str]) -> list[str]:
     return [f"{name}: {problem}" for name, problem in zip(engines, problems, strict=True) if problem]

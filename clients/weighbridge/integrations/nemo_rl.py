@@ -14,7 +14,7 @@ import torch
 from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
 from weighbridge.errors import FailedPrecondition
-from weighbridge.integrations.weight_updates import Update, UpdateWorker, WorkerSettings
+from weighbridge.integrations.weight_updates import UpdateWorker, WeightUpdate, WorkerSettings
 
 
 class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: ignore[misc]  # NeMo-RL is seen as untyped
@@ -42,7 +42,7 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
 
     def prepare(self) -> dict[str, Any]:
         """Metadata for the other workers: a ticket. All workers use the first worker's ticket."""
-        return {"ticket": Update.new().ticket}
+        return {"ticket": WeightUpdate.new().ticket}
 
     def init_policy_process_group(
         self,
@@ -101,14 +101,14 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
     def _begin(self, metadata: Sequence[Any]) -> None:
         self._ticket, self._refits = metadata[0]["ticket"], 0
 
-    def _next(self) -> Update:
+    def _next(self) -> WeightUpdate:
         if not self._ticket:
             raise FailedPrecondition(
                 "this worker was not connected to the others",
                 fix="let NeMo-RL create the engines of all workers again",
             )
         self._refits += 1
-        return Update(f"{self._ticket}/{self._refits}")
+        return WeightUpdate(f"{self._ticket}/{self._refits}")
 
     def _device(self) -> torch.device:
         if self._settings.device is not None:

@@ -29,7 +29,7 @@ from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgu
 from weighbridge.follow.sglang import PAUSE_MODES, SglangServer
 from weighbridge.follow.updates import update
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, RanksFailed, exchange
-from weighbridge.integrations.weight_updates import TICKET, PluginSettings, Update
+from weighbridge.integrations.weight_updates import TICKET, PluginSettings, WeightUpdate
 
 NAME = "weighbridge"
 """Name of the argument that contains the settings."""
@@ -51,7 +51,7 @@ def init(args: Namespace) -> None:
         InvalidArgument: the arguments contain no settings, or choose another updater.
         FailedPrecondition: this process is not a trainer actor of slime or Miles, or its updaters have unknown names.
     """
-    Settings.of(args)
+    SlimeSettings.of(args)
     if getattr(args, "colocate", False):
         raise InvalidArgument(
             "with --colocate engines get weights on the GPUs that they share with trainers, and none would be pushed",
@@ -69,7 +69,7 @@ def init(args: Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class Settings(PluginSettings):
+class SlimeSettings(PluginSettings):
     """Settings under ``weighbridge`` in a file of ``--custom-config-path``.
 
     The folder is by default that of ``--hf-checkpoint``.
@@ -94,7 +94,7 @@ class Settings(PluginSettings):
             )
 
     @staticmethod
-    def of(args: Namespace) -> Settings:
+    def of(args: Namespace) -> SlimeSettings:
         """Read slime's or Miles's arguments.
 
         Raises:
@@ -113,7 +113,7 @@ class Settings(PluginSettings):
             "hf_dir": getattr(args, "hf_checkpoint", ""),
             "pause_mode": getattr(args, "pause_generation_mode", "abort"),
         }
-        return Settings.read({**defaults, **said}, NAME)
+        return SlimeSettings.read({**defaults, **said}, NAME)
 
 
 class WeighbridgeUpdater:
@@ -135,7 +135,7 @@ class WeighbridgeUpdater:
         pushed: this rank's newest push.
 
     Raises:
-        InvalidArgument: as `Settings.of`; or the engines require quantised weights, or adapters.
+        InvalidArgument: as `SlimeSettings.of`; or the engines require quantised weights, or adapters.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class WeighbridgeUpdater:
             )
         self.weight_version = 0
         self.pushed: PushHandle | None = None
-        self._settings = Settings.of(args)
+        self._settings = SlimeSettings.of(args)
         self._model = model
         self._group = group
         self._client = self._settings.trainer()
@@ -245,7 +245,7 @@ class WeighbridgeUpdater:
         except NotFound:  # or the first rank is registering it
             if dist.get_rank(self._group()) == 0:
                 self._client.register_model(settings.model, settings.hf_dir or "", dtype=settings.dtype)
-        return Update.new().ticket
+        return WeightUpdate.new().ticket
 
     def _weights(self) -> dict[str, Any]:
         return sharded_chunks(self._model)

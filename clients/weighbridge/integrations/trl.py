@@ -17,7 +17,7 @@ from weighbridge._transport.addresses import Addresses
 from weighbridge.follow.status import label
 from weighbridge.follow.updates import Updated, update
 from weighbridge.follow.vllm import PauseMode, VllmServer
-from weighbridge.integrations.weight_updates import PluginSettings, Update, UpdateSender, taken_to_the_end
+from weighbridge.integrations.weight_updates import PluginSettings, UpdateSender, WeightUpdate, taken_to_the_end
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,7 @@ class WeighbridgeTransfer:
         with taken_to_the_end(iterator):
             sender, step = self._sender, None if self._step is None else self._step()
         self.pushed = sender.send(
-            Update.new(),
+            WeightUpdate.new(),
             iterator,
             step=step,
             rank=0,

@@ -123,7 +123,7 @@ class WorkerSettings(UpdateSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class WeightUpdate:
     """An update, as workers receive it.
 
     Attributes:
@@ -135,9 +135,9 @@ class Update:
     version: str | int | None = None
 
     @staticmethod
-    def new() -> Update:
+    def new() -> WeightUpdate:
         """Make an update with a new ticket."""
-        return Update(uuid.uuid4().hex)
+        return WeightUpdate(uuid.uuid4().hex)
 
 
 @contextmanager
@@ -200,7 +200,7 @@ class UpdateSender:
 
     def send(
         self,
-        update: Update | None,
+        update: WeightUpdate | None,
         weights: Iterable[tuple[str, torch.Tensor]],
         *,
         step: int | None,
@@ -255,7 +255,7 @@ class UpdateReceiver:
         self._timeout = timeout
 
     async def receive(
-        self, update: Update, device: torch.device, superseded: Callable[[], bool]
+        self, update: WeightUpdate, device: torch.device, superseded: Callable[[], bool]
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Wait until an update is complete, and yield its tensors.
 
@@ -281,7 +281,7 @@ class UpdateReceiver:
                 async for each in tensors:
                     yield each
 
-    async def _ready(self, client: AsyncEngineClient, update: Update, superseded: Callable[[], bool]) -> int:
+    async def _ready(self, client: AsyncEngineClient, update: WeightUpdate, superseded: Callable[[], bool]) -> int:
         number = await self._found(client, update, superseded)
         while True:
             try:
@@ -291,7 +291,7 @@ class UpdateReceiver:
                 continue
             return number
 
-    async def _found(self, client: AsyncEngineClient, update: Update, superseded: Callable[[], bool]) -> int:
+    async def _found(self, client: AsyncEngineClient, update: WeightUpdate, superseded: Callable[[], bool]) -> int:
         """Number of the version that belongs to an update.
 
         It is found by its ticket, because any training rank may have opened it.
@@ -334,7 +334,7 @@ class UpdateWorker:
         self._rank, self._ranks = 0, 1
 
     async def _push(
-        self, update: Update, weights: Iterable[tuple[str, torch.Tensor]], step: int | None, bucket: int
+        self, update: WeightUpdate, weights: Iterable[tuple[str, torch.Tensor]], step: int | None, bucket: int
     ) -> Version:
         """Push this worker's share of each tensor, in the calling thread, and wait until rollouts can pull the version.
 

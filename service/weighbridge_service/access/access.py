@@ -15,7 +15,7 @@ from pathlib import Path
 from weighbridge._core.lru import Cache
 from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge_service.access import issuers, tokens
-from weighbridge_service.access.identities import EVERYBODY, NO_LIMITS, REPLICA, Evidence, Identity
+from weighbridge_service.access.identities import EVERYBODY, NO_LIMITS, REPLICA, Identity, PresentedCredentials
 from weighbridge_service.access.issuers import KeyRing
 from weighbridge_service.access.policy import Policy
 
@@ -86,7 +86,7 @@ class Access:
         self._lock = threading.Lock()
         self._changed = 0
         self._looked = time.monotonic()
-        self._tickets: Cache[Evidence] = Cache(_MOST_TICKETS)
+        self._tickets: Cache[PresentedCredentials] = Cache(_MOST_TICKETS)
         self._known = _Known()
         if policy is not None:
             self._read(policy)
@@ -101,7 +101,7 @@ class Access:
         """Whether a token can prove an identity."""
         return self._known.policy is not None
 
-    def identify(self, evidence: Evidence) -> Identity:
+    def identify(self, evidence: PresentedCredentials) -> Identity:
         """The identity that the evidence proves.
 
         An authorization is decisive: a caller with an invalid token is not recognised, even with a valid certificate.
@@ -153,20 +153,20 @@ class Access:
         policy = self._known.policy
         return {} if policy is None else policy.stored
 
-    def lane_ticket(self, evidence: Evidence) -> str:
+    def lane_ticket(self, evidence: PresentedCredentials) -> str:
         """A new ticket with which a client presents, on the local lane, the evidence that it presented over gRPC."""
         ticket = secrets.token_urlsafe(_TICKET_BYTES)
         self._tickets.put(ticket, evidence)
         return ticket
 
-    def shown_by(self, ticket: str, user: int) -> Evidence:
+    def shown_by(self, ticket: str, user: int) -> PresentedCredentials:
         """Evidence of a client of the local lane: that of its ticket, or without a ticket the user of its process.
 
         Raises:
             Unavailable: the ticket is unknown or was dropped; the client asks for a new one.
         """
         if not ticket:
-            return Evidence(user=user)
+            return PresentedCredentials(user=user)
         evidence = self._tickets.get(ticket)
         if evidence is None:
             raise Unavailable("the ticket for the local lane is not known", fix="request a new ticket")

@@ -13,7 +13,7 @@ _SEVERAL = "several"
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class PresentedCredentials:
     """Credentials that a connection or a call presents.
 
     Attributes:
@@ -29,15 +29,15 @@ class Evidence:
     user: int | None = None
 
     @staticmethod
-    def of_call(authorizations: Sequence[str], certificate: tuple[str, ...]) -> Evidence:
+    def of_call(authorizations: Sequence[str], certificate: tuple[str, ...]) -> PresentedCredentials:
         """Evidence of a call. Several authorizations prove nothing."""
-        return Evidence(
+        return PresentedCredentials(
             authorizations[0] if len(authorizations) == 1 else _SEVERAL if authorizations else "", certificate
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class IdentityLimits:
     """Limits of an identity; None is no limit, except for `adapters`.
 
     Attributes:
@@ -54,7 +54,7 @@ class Limits:
     adapters: int | None = None
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = IdentityLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Identity:
     problem: str = ""
     proven: bool = True
     expires: float | None = field(default=None, compare=False)
-    limits: Limits = NO_LIMITS
+    limits: IdentityLimits = NO_LIMITS
 
     def may(self, verb: Verb, model: str = "", ref: str = "") -> bool:
         """Whether one of its scopes allows this; see `Scope.allows`."""

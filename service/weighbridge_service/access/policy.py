@@ -34,7 +34,7 @@ from typing import Any
 from weighbridge._core.text.sizes import parse_size
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.access import issuers, tokens
-from weighbridge_service.access.identities import Identity, Limits
+from weighbridge_service.access.identities import Identity, IdentityLimits
 from weighbridge_service.access.issuers import Issuer
 from weighbridge_service.access.scopes import Scope, matches
 
@@ -54,7 +54,7 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PolicyEntry:
     """An identity of a policy, with the certificates and subjects that prove it.
 
     Attributes:
@@ -81,7 +81,7 @@ class Policy:
         stored: limits of stored bytes, by namespace.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[PolicyEntry, ...]
     by_token: Mapping[str, Identity]
     by_user: Mapping[int, Identity]
     issuers: Mapping[str, Issuer]
@@ -112,7 +112,7 @@ class Policy:
         _check_keys(found, {"identity", "issuer", "namespace"}, "the policy")
         trusted = {each.issuer: each for each in map(_issuer, _tables(found, "issuer"))}
         names = {each.name for each in trusted.values()}
-        entries: list[Entry] = []
+        entries: list[PolicyEntry] = []
         by_token: dict[str, Identity] = {}
         by_user: dict[int, Identity] = {}
         anybody = None
@@ -140,7 +140,7 @@ class Policy:
         return Policy(tuple(entries), by_token, by_user, trusted, anybody, _stored(_tables(found, "namespace")))
 
 
-def _entry(table: Mapping[str, Any], issuer_names: set[str]) -> Entry:
+def _entry(table: Mapping[str, Any], issuer_names: set[str]) -> PolicyEntry:
     name = table.get("name")
     if not isinstance(name, str) or not name or not name.isprintable():
         raise InvalidArgument("an identity of the policy has no name", fix='write name = "trainer"')
@@ -164,16 +164,16 @@ def _entry(table: Mapping[str, Any], issuer_names: set[str]) -> Entry:
             )
         subjects.append((issuer, subject))
     certificates = _texts(table, "certificates", where)
-    return Entry(Identity(name, scopes, limits=_limits(table, where)), certificates, tuple(subjects))
+    return PolicyEntry(Identity(name, scopes, limits=_limits(table, where)), certificates, tuple(subjects))
 
 
-def _limits(table: Mapping[str, Any], where: str) -> Limits:
+def _limits(table: Mapping[str, Any], where: str) -> IdentityLimits:
     found = table.get("limits", {})
     if not isinstance(found, dict):
         raise InvalidArgument(f"limits of {where} are not a table", fix="write limits = {streams = 8}")
     where = f"limits of {where}"
     _check_keys(found, _LIMITS, where)
-    limits = Limits(
+    limits = IdentityLimits(
         _count(found, "streams", where, _MOST_STREAMS),
         _size(found, "bytes_per_second", where, _LEAST_RATE),
         _count(found, "versions_per_hour", where, _MOST_VERSIONS),

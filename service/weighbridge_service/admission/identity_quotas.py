@@ -18,7 +18,7 @@ from weighbridge._core.striping import WHOLE, Striping
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.durations import readable_duration
 from weighbridge.errors import ResourceExhausted, Unavailable
-from weighbridge_service.access.identities import Identity, Limits
+from weighbridge_service.access.identities import Identity, IdentityLimits
 from weighbridge_service.admission.quotas import RETRY_SECONDS
 from weighbridge_service.admission.rates import Rates
 
@@ -262,7 +262,7 @@ class IdentityQuotas:
     def _now(self) -> float:
         return self.clock()
 
-    def use_of(self, identity: Identity) -> Limits:
+    def use_of(self, identity: Identity) -> IdentityLimits:
         """Current usage of an identity: running streams, bytes taken from its bucket of one second, and versions opened
         within the last hour.
         """
@@ -270,7 +270,9 @@ class IdentityQuotas:
         taken = 0 if rate is None else round(min(rate - self.rates.left(name, rate), rate))
         with self._lock:
             now = self.clock()
-            return Limits(self._places[name].held, taken, sum(each > now - _HOUR for each in self._opened[name]))
+            return IdentityLimits(
+                self._places[name].held, taken, sum(each > now - _HOUR for each in self._opened[name])
+            )
 
 
 def _no_more_streams(identity: Identity) -> ResourceExhausted:

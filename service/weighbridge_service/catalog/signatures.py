@@ -26,7 +26,7 @@ Raises InvalidArgument if it is not a signature, or not of the manifest's versio
 """
 
 
-class Signatures:
+class StoredSignatures:
     """Signatures of all models' versions. Thread-safe; any number of replicas may add some at the same time.
 
     Args:

@@ -19,7 +19,7 @@ from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.entries import VersionEntry
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.leases import Grace, write_lease
-from weighbridge_storage.memory.images import Hold
+from weighbridge_storage.memory.images import ImageHold
 from weighbridge_storage.stores.objects import ObjectStore
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class StoreReaders:
         with self._lock:
             return sum(len(use.since_ms) for use in self._uses.values())
 
-    def begin(self, model: ModelName, number: int, since_ms: int) -> Hold:
+    def begin(self, model: ModelName, number: int, since_ms: int) -> ImageHold:
         """Begin a read, which ends when the caller releases the hold.
 
         Args:
@@ -108,7 +108,7 @@ class StoreReaders:
                 if use is not None:
                     del use.since_ms[reader]
 
-        return Hold(end)
+        return ImageHold(end)
 
     def visit(self, model: ModelName, number: int, since_ms: int) -> None:
         """Record a visit of a reader that calls again and again, and does not report its end.

@@ -22,7 +22,7 @@ from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.shortening import readable
 from weighbridge._formats.folder_weights import same, tied_copies
-from weighbridge._formats.memory_forms import Form, Part, TensorForms
+from weighbridge._formats.memory_forms import Form, FormPart, TensorForms
 from weighbridge._formats.misfits import told
 from weighbridge._formats.naming.parameter_names import check_merged, unwrapped_names
 from weighbridge._formats.safetensors_files import map_file
@@ -135,7 +135,7 @@ class NamedModel:
                 fix="convert the checkpoint first (weighbridge convert CHECKPOINT HF_DIR), and import the folder",
             )
 
-    def _parts(self, name: str, box: Box) -> list[Part]:
+    def _parts(self, name: str, box: Box) -> list[FormPart]:
         form = self.forms[name]
         return form.parts(box, swapped=form.is_swapped(self.layout.tensors[name].shape))
 
@@ -328,7 +328,7 @@ def _left_out(checkpoint: TorchDistCheckpoint, taken: Mapping[str, Form], copies
     return dict(sorted(counts.items()))
 
 
-def _box(part: Part, whole: Box) -> Box:
+def _box(part: FormPart, whole: Box) -> Box:
     """Box of a part in the tensor in memory."""
     if not part.where:
         return whole

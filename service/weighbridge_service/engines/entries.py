@@ -85,7 +85,7 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class EngineEntry:
     """State of an engine from its agent's reports. Times in ms are milliseconds since 1970 UTC.
 
     Attributes:
@@ -138,7 +138,7 @@ class Entry:
 
 
 def after_report(
-    before: Entry | None,
+    before: EngineEntry | None,
     owner: Owner,
     report: EngineReport,
     now_s: float,
@@ -146,7 +146,7 @@ def after_report(
     *,
     age_s: float = 0.0,
     here: bool = True,
-) -> Entry:
+) -> EngineEntry:
     """The entry of an engine after a report; the previous entry if its report is newer.
 
     Args:
@@ -174,10 +174,10 @@ def after_report(
             proved_ms = _steady(before.proved_ms, proved_ms)
     updated = _tells_of_update(before, report, heard_s)
     proofs = _proofs_told(before, report)
-    return Entry(owner, report, heard_s, heard_ms, since_ms, updated_ms, proved_ms, here, updated, proofs)
+    return EngineEntry(owner, report, heard_s, heard_ms, since_ms, updated_ms, proved_ms, here, updated, proofs)
 
 
-def _proofs_told(before: Entry | None, report: EngineReport) -> tuple[int, int]:
+def _proofs_told(before: EngineEntry | None, report: EngineReport) -> tuple[int, int]:
     """Number of proofs that are new in a report, and how many of them have failed.
 
     In the first report of an engine, only its last proof counts, and only if it is younger than `_SOON_S`.
@@ -189,7 +189,7 @@ def _proofs_told(before: Entry | None, report: EngineReport) -> tuple[int, int]:
     return max(report.proofs - said.proofs, 0), max(report.failed_proofs - said.failed_proofs, 0)
 
 
-def _tells_of_update(before: Entry | None, report: EngineReport, heard_s: float) -> bool:
+def _tells_of_update(before: EngineEntry | None, report: EngineReport, heard_s: float) -> bool:
     """Whether a report is the first one with its engine's last update.
 
     In the first report of an engine, the update must also be younger than `_SOON_S`, because this process may have been
@@ -244,7 +244,7 @@ class VersionTimes(NamedTuple):
 _UNKNOWN = VersionTimes()
 
 
-def parts_of_step(entry: Entry, times: VersionTimes) -> dict[str, float]:
+def parts_of_step(entry: EngineEntry, times: VersionTimes) -> dict[str, float]:
     """Durations in seconds of the parts of the step that ended with an engine's last update: first the service's parts,
     then the agent's.
 
@@ -270,7 +270,7 @@ def parts_of_step(entry: Entry, times: VersionTimes) -> dict[str, float]:
     return found | dict(measured)
 
 
-def shown(entry: Entry, ref: RefView, now_s: float, leases: Leases, times: VersionTimes = _UNKNOWN) -> Engine:
+def shown(entry: EngineEntry, ref: RefView, now_s: float, leases: Leases, times: VersionTimes = _UNKNOWN) -> Engine:
     """An engine in its public form.
 
     Args:
@@ -295,7 +295,7 @@ def shown(entry: Entry, ref: RefView, now_s: float, leases: Leases, times: Versi
     )
 
 
-def standing(entry: Entry, named: int, now_s: float, leases: Leases) -> str:
+def standing(entry: EngineEntry, named: int, now_s: float, leases: Leases) -> str:
     """Standing of an engine whose ref names the version ``named``. ``named`` is 0 if unknown."""
     report, silent_s = entry.report, now_s - entry.heard_s
     if entry.is_gone(now_s, leases):
@@ -309,7 +309,7 @@ def standing(entry: Entry, named: int, now_s: float, leases: Leases) -> str:
     return STANDING_CURRENT if report.version == named else STANDING_BEHIND
 
 
-def served(entries: Iterable[Entry], model: str, now_s: float, leases: Leases) -> dict[int, tuple[str, ...]]:
+def served(entries: Iterable[EngineEntry], model: str, now_s: float, leases: Leases) -> dict[int, tuple[str, ...]]:
     """The versions of one model that engines serve, update to or use as a drafter, each with labels of its engines for
     messages.
 

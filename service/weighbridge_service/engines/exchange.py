@@ -20,7 +20,7 @@ from weighbridge._transport import wire
 from weighbridge.errors import WeighbridgeError
 from weighbridge.v1 import engine_service_pb2
 from weighbridge.v1 import replica_service_pb2 as pb
-from weighbridge_service.engines.entries import Entry
+from weighbridge_service.engines.entries import EngineEntry
 from weighbridge_service.engines.known_engines import KnownEngines
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.replicas.links import Links
@@ -35,7 +35,7 @@ _CALLS_AT_ONCE = 4
 
 
 @dataclass(eq=False, slots=True)
-class _Peer:
+class _ExchangePeer:
     """State of the exchange with one other replica.
 
     Attributes:
@@ -49,7 +49,9 @@ class _Peer:
     busy: bool = False
 
 
-def due(entries: Iterable[Entry], told: Mapping[tuple[str, str], EngineFacts], *, everything: bool) -> list[Entry]:
+def due(
+    entries: Iterable[EngineEntry], told: Mapping[tuple[str, str], EngineFacts], *, everything: bool
+) -> list[EngineEntry]:
     """The engines to send to another replica: all engines that have reported to this replica, or only those that have
     changed since they were sent.
     """
@@ -77,7 +79,7 @@ class EngineExchange:
         self._others = others
         self._engines = engines
         self._clock = clock
-        self._peers: dict[Home, _Peer] = {}
+        self._peers: dict[Home, _ExchangePeer] = {}
         self._news = threading.Event()
         self._closing = threading.Event()
         self._stack = ExitStack()
@@ -109,12 +111,12 @@ class EngineExchange:
             del self._peers[gone]
         with suppress(RuntimeError):  # closed
             for home in others:
-                peer = self._peers.setdefault(home, _Peer())
+                peer = self._peers.setdefault(home, _ExchangePeer())
                 if not peer.busy:
                     peer.busy = True
                     self._pool.submit(self._tell, home, peer)
 
-    def _tell(self, home: Home, peer: _Peer) -> None:
+    def _tell(self, home: Home, peer: _ExchangePeer) -> None:
         try:
             now_s = self._clock()
             everything = peer.all_s is None or now_s - peer.all_s >= self._engines.report_seconds
@@ -135,7 +137,7 @@ class EngineExchange:
             peer.busy = False
 
 
-def _told(entry: Entry, now_s: float) -> pb.ReportedEngine:
+def _told(entry: EngineEntry, now_s: float) -> pb.ReportedEngine:
     """The message with a report that this replica has received."""
     owner, age_s = entry.owner, max(now_s - entry.heard_s, 0.0)
     return pb.ReportedEngine(

@@ -14,7 +14,7 @@ from weighbridge._core.engines.facts import (
     VERDICTS,
     EngineReport,
 )
-from weighbridge_service.engines.entries import Entry, Leases, RefView, standing
+from weighbridge_service.engines.entries import EngineEntry, Leases, RefView, standing
 
 MOST_FLEETS = 256
 """Maximum number of models with their own figures, because each adds time series to the monitoring system."""
@@ -55,7 +55,7 @@ class Fleet:
 
 
 def fleets(
-    entries: Iterable[Entry], view: Callable[[Entry], RefView], now_s: float, now_ms: int, leases: Leases
+    entries: Iterable[EngineEntry], view: Callable[[EngineEntry], RefView], now_s: float, now_ms: int, leases: Leases
 ) -> list[Fleet]:
     """The fleets of at most `MOST_FLEETS` models, the largest first, then one fleet of all other models.
 
@@ -66,7 +66,7 @@ def fleets(
         now_ms: current time in milliseconds since 1970 UTC.
         leases: durations for which reports are valid.
     """
-    of_model: dict[str, list[Entry]] = defaultdict(list)
+    of_model: dict[str, list[EngineEntry]] = defaultdict(list)
     for entry in entries:
         of_model[entry.report.model].append(entry)
     named = sorted(of_model, key=lambda model: (-len(of_model[model]), model))
@@ -78,8 +78,8 @@ def fleets(
 
 def _fleet(
     model: str,
-    entries: list[Entry],
-    view: Callable[[Entry], RefView],
+    entries: list[EngineEntry],
+    view: Callable[[EngineEntry], RefView],
     now_s: float,
     now_ms: int,
     leases: Leases,

@@ -19,7 +19,7 @@ from weighbridge_service.catalog.catalog import AWAY, Catalog
 from weighbridge_service.catalog.changes import Changes
 from weighbridge_service.catalog.head_versions import refs_of
 from weighbridge_service.catalog.snapshots import Beginning, VersionSnapshot
-from weighbridge_service.engines.entries import Entry, Owner, RefView, VersionTimes, served, shown
+from weighbridge_service.engines.entries import EngineEntry, Owner, RefView, VersionTimes, served, shown
 from weighbridge_service.engines.fleets import Fleet, fleets
 from weighbridge_service.engines.pages import page_of
 from weighbridge_service.engines.registry import EngineRegistry
@@ -94,7 +94,7 @@ class KnownEngines:
             self._count(entry, engine)
         return engine
 
-    def _count(self, entry: Entry, engine: Engine) -> None:
+    def _count(self, entry: EngineEntry, engine: Engine) -> None:
         """Count the update and the proofs that are new in a report."""
         if entry.updated:
             for part, seconds in engine.update_parts.items():
@@ -138,12 +138,12 @@ class KnownEngines:
         entries, more = page_of(self._entries(model, sees), after, limit)
         return self._standing(model, entries), more
 
-    def _entries(self, model: str, sees: Callable[[str], bool]) -> list[Entry]:
+    def _entries(self, model: str, sees: Callable[[str], bool]) -> list[EngineEntry]:
         if model:
             return self.registry.of_model(model)
         return [entry for entry in self.registry.all() if sees(entry.report.model)]
 
-    def _standing(self, model: str, entries: Iterable[Entry]) -> list[Engine]:
+    def _standing(self, model: str, entries: Iterable[EngineEntry]) -> list[Engine]:
         """Entries in their public form. They must be sorted.
 
         Raises NotFound if ``model`` names a model that does not exist.
@@ -173,7 +173,7 @@ class KnownEngines:
         """
         registry, seen = self.registry, dict[str, _Refs]()
 
-        def view(entry: Entry) -> RefView:
+        def view(entry: EngineEntry) -> RefView:
             report = entry.report
             if report.model not in seen:
                 seen[report.model] = self._refs_read_last(ModelName.parse(report.model))
@@ -204,7 +204,7 @@ class KnownEngines:
         snapshots = self._catalog.snapshots.of_model(name)
         return _Refs(None if head is None else heads.history_of(name, head), snapshots)
 
-    def _shown(self, entries: Iterable[Entry], refs: _Refs) -> list[Engine]:
+    def _shown(self, entries: Iterable[EngineEntry], refs: _Refs) -> list[Engine]:
         now_s, leases = self.registry.clock(), self.registry.leases
         return [
             shown(

@@ -11,12 +11,12 @@ import json
 from collections.abc import Sequence
 
 from weighbridge.errors import InvalidArgument
-from weighbridge_service.engines.entries import Entry, Order
+from weighbridge_service.engines.entries import EngineEntry, Order
 
 LARGEST_PAGE = 1000
 
 
-def page_of(entries: Sequence[Entry], after: str, limit: int) -> tuple[list[Entry], str]:
+def page_of(entries: Sequence[EngineEntry], after: str, limit: int) -> tuple[list[EngineEntry], str]:
     """A page of a list, and the token of the next page. The token is empty after the last page.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from weighbridge._core.engines.facts import EngineReport
 from weighbridge.errors import ResourceExhausted
 from weighbridge_service.admission.quotas import Shares
-from weighbridge_service.engines.entries import Entry, Leases, Owner, after_report
+from weighbridge_service.engines.entries import EngineEntry, Leases, Owner, after_report
 from weighbridge_service.runtime.clock import unix_ms
 
 MOST_ENGINES = 8192
@@ -42,10 +42,12 @@ class EngineRegistry:
         self.clock = clock
         self._time_ms = time_ms
         self._lock = threading.Lock()
-        self._entries: dict[tuple[str, str], Entry] = {}
+        self._entries: dict[tuple[str, str], EngineEntry] = {}
         self._shares: Shares[str] = Shares(most)
 
-    def take(self, owner: Owner, report: EngineReport, *, age_s: float = 0.0, here: bool = True) -> tuple[Entry, bool]:
+    def take(
+        self, owner: Owner, report: EngineReport, *, age_s: float = 0.0, here: bool = True
+    ) -> tuple[EngineEntry, bool]:
         """Record a report. Returns the engine's entry, and whether its facts have changed.
 
         Args:
@@ -71,12 +73,12 @@ class EngineRegistry:
             self._entries[entry.key] = entry
         return entry, before is None or before.facts != entry.facts
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: EngineEntry) -> None:
         """Remove an entry. The caller holds the lock."""
         del self._entries[entry.key]
         self._shares.add(entry.owner.quota, -1)
 
-    def _make_room(self, entry: Entry, now_s: float) -> None:
+    def _make_room(self, entry: EngineEntry, now_s: float) -> None:
         """Remove forgotten entries, and entries of gone engines that the new agent replaces. If the registry is still
         full, remove the entries of all gone engines. The caller holds the lock. Raises ResourceExhausted.
         """
@@ -100,13 +102,13 @@ class EngineRegistry:
                 retry_after=self.leases.report_s,
             )
 
-    def all(self) -> list[Entry]:
+    def all(self) -> list[EngineEntry]:
         """Entries of all engines that are not forgotten, sorted by model, address and id."""
         now_s = self.clock()
         with self._lock:
             found = [e for e in self._entries.values() if now_s - e.heard_s < self.leases.forgotten_s]
         return sorted(found, key=lambda e: e.order)
 
-    def of_model(self, model: str) -> list[Entry]:
+    def of_model(self, model: str) -> list[EngineEntry]:
         """Entries of the engines of one model, sorted as in `all`."""
         return [entry for entry in self.all() if entry.report.model == model]

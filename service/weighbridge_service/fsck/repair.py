@@ -18,7 +18,7 @@ from typing import Any
 from weighbridge._core.layouts import TensorSpec
 from weighbridge.errors import Conflict, DataLoss, InvalidArgument, NotFound, WeighbridgeError
 from weighbridge_service.fsck.diagnosis import Diagnosis, Finding, Mend, diagnose, repaired_head
-from weighbridge_service.fsck.survey import Described, Survey, survey_model
+from weighbridge_service.fsck.survey import Survey, SurveyedVersion, survey_model
 from weighbridge_service.models.listed_tensors import write_tensor_list
 from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.models.registration import (
@@ -363,7 +363,7 @@ class _Repair:
                 return ""
         return self._identities[key]
 
-    def _described(self, number: int) -> Described:
+    def _described(self, number: int) -> SurveyedVersion:
         found = self._survey.versions[number].described
         if found is None:
             raise DataLoss(f"{self._model}@{number} has no manifest")

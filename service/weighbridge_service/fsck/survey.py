@@ -43,7 +43,7 @@ generations. The generation of the next head must stay far below 2^63.
 
 
 @dataclass(frozen=True)
-class Described:
+class SurveyedVersion:
     """Summary of a version from its manifest. A complete manifest may take a hundred megabytes.
 
     Attributes:
@@ -66,9 +66,9 @@ class Described:
     side_files: Mapping[str, str]
 
     @staticmethod
-    def of(manifest: Manifest) -> Described:
+    def of(manifest: Manifest) -> SurveyedVersion:
         """The summary of a manifest."""
-        return Described(
+        return SurveyedVersion(
             step=manifest.step,
             run=manifest.run,
             created_ms=manifest.created_ms,
@@ -114,7 +114,7 @@ class VersionFolder:
         foreign: whether another release of Weighbridge can read the manifest.
     """
 
-    described: Described | None
+    described: SurveyedVersion | None
     problems: tuple[str, ...]
     bad_blocks: tuple[str, ...] = ()
     has_manifest: bool = True
@@ -286,7 +286,7 @@ def _look(store: ObjectStore, model: ModelName, number: int) -> VersionFolder:
         for name in sorted(manifest.weight_files)
         if _size(store, blocks_key(model, number, name)) != -(-manifest.files[name].size // BLOCK_BYTES) * DIGEST_BYTES
     ]
-    return VersionFolder(Described.of(manifest), tuple(problems), tuple(bad_blocks))
+    return VersionFolder(SurveyedVersion.of(manifest), tuple(problems), tuple(bad_blocks))
 
 
 def _wrong_registration(store: ObjectStore, model: ModelName, head: Head) -> str:

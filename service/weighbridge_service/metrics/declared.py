@@ -50,7 +50,7 @@ They range from a call that reads memory to a push that waits for its ranks.
 
 
 @dataclass(frozen=True, slots=True)
-class Declared:
+class DeclaredMetric:
     """One metric.
 
     Attributes:
@@ -97,16 +97,16 @@ class Declared:
         return found
 
 
-def _counter(name: str, text: str, *labels: str, values: tuple[str, ...] = ()) -> Declared:
-    return Declared(name, Kind.COUNTER, text, labels, values)
+def _counter(name: str, text: str, *labels: str, values: tuple[str, ...] = ()) -> DeclaredMetric:
+    return DeclaredMetric(name, Kind.COUNTER, text, labels, values)
 
 
-def _gauge(name: str, text: str, *labels: str) -> Declared:
-    return Declared(name, Kind.GAUGE, text, labels)
+def _gauge(name: str, text: str, *labels: str) -> DeclaredMetric:
+    return DeclaredMetric(name, Kind.GAUGE, text, labels)
 
 
-def _histogram(name: str, text: str, *labels: str, values: tuple[str, ...] = ()) -> Declared:
-    return Declared(name, Kind.HISTOGRAM, text, labels, values)
+def _histogram(name: str, text: str, *labels: str, values: tuple[str, ...] = ()) -> DeclaredMetric:
+    return DeclaredMetric(name, Kind.HISTOGRAM, text, labels, values)
 
 
 # --- pushes
@@ -341,5 +341,5 @@ REQUEST = _histogram(
     "route",
 )
 
-ALL: tuple[Declared, ...] = tuple(each for each in list(globals().values()) if isinstance(each, Declared))
+ALL: tuple[DeclaredMetric, ...] = tuple(each for each in list(globals().values()) if isinstance(each, DeclaredMetric))
 """Every metric, in the order of their declarations."""

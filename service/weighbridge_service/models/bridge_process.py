@@ -29,7 +29,7 @@ from typing import Any
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge_service.families.rules import Shape
 from weighbridge_service.models.bridges import Bridge, make_bridge
-from weighbridge_service.models.library_models import Comparison, compare_with_library
+from weighbridge_service.models.library_models import LoaderComparison, compare_with_library
 from weighbridge_storage.memory.memory_limits import count_helper, forget_helper
 
 _FIRST_CONFIG = {
@@ -95,14 +95,14 @@ class BridgeProcess:
         bridge: Bridge = self._asked(make_bridge, config_json, tuple(absent))
         return bridge
 
-    def compare(self, config_json: bytes, shapes: Mapping[str, Shape]) -> Comparison | None:
+    def compare(self, config_json: bytes, shapes: Mapping[str, Shape]) -> LoaderComparison | None:
         """As `weighbridge_service.models.library_models.compare_with_library`.
 
         Raises:
             Unavailable: as `bridge`.
             WeighbridgeError: as `compare_with_library`.
         """
-        found: Comparison | None = self._asked(compare_with_library, config_json, dict(shapes))
+        found: LoaderComparison | None = self._asked(compare_with_library, config_json, dict(shapes))
         return found
 
     def _asked(self, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -15,7 +15,7 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.slices import TensorParallel
 from weighbridge.errors import InvalidArgument
-from weighbridge_service.models.engine_facts import EngineFacts
+from weighbridge_service.models.engine_facts import CutFacts
 
 _WHOLE, _COLWISE, _ROWWISE = "whole", "colwise", "rowwise"
 _GATE_AND_UP, _STACKED_DOWN = "stacked gate and up", "stacked down"
@@ -69,7 +69,7 @@ _AXES_OF_STACKED = {False: 3, True: 2}
 """Number of axes of tensors that hold all experts of a layer: weights (False), and biases (True)."""
 
 
-def slices_of(facts: EngineFacts, spec: TensorSpec, request: TensorParallel) -> tuple[tuple[int, ...], list[Box]]:
+def slices_of(facts: CutFacts, spec: TensorSpec, request: TensorParallel) -> tuple[tuple[int, ...], list[Box]]:
     """Shape of one tensor on the rank, with padding, and the rank's slices of it."""
     size, rank, experts = request.size, request.rank, request.experts
     style, stacked = _style(facts, spec), spec.name in facts.stacked
@@ -105,7 +105,7 @@ def _by_section(spec: TensorSpec, sections: Sequence[int], size: int, rank: int)
         first += rows
 
 
-def _style(facts: EngineFacts, spec: TensorSpec) -> str:
+def _style(facts: CutFacts, spec: TensorSpec) -> str:
     if _ROUTER.fullmatch(spec.name) and spec.shape[:1] in ((facts.experts_in_a_layer,), (1,)):
         return _WHOLE
     for pattern, style in _CORRECTIONS:
@@ -135,7 +135,7 @@ def _vocabulary(spec: TensorSpec, style: str, request: TensorParallel) -> tuple[
     return spec.shape, [_cut(spec, 0, request.size, request.rank)]
 
 
-def _sizes_that_fit(facts: EngineFacts) -> str:
+def _sizes_that_fit(facts: CutFacts) -> str:
     """Fix in an error about heads: lists the tensor-parallel sizes that the model supports."""
     sizes = [
         size
@@ -145,7 +145,7 @@ def _sizes_that_fit(facts: EngineFacts) -> str:
     return f"use a tensor-parallel size of {', '.join(map(str, sizes))}"
 
 
-def _slice(facts: EngineFacts, spec: TensorSpec, style: str, size: int, rank: int) -> Box:
+def _slice(facts: CutFacts, spec: TensorSpec, style: str, size: int, rank: int) -> Box:
     """Slice of one tensor. A row-wise cut is along the input axis of the weight; its bias is not cut."""
     if style not in (_COLWISE, _ROWWISE) or (style == _ROWWISE and len(spec.shape) < 2):
         return Box.whole(spec.shape)

@@ -18,7 +18,7 @@ _STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)(_bias)?")
 
 
 @dataclass(frozen=True)
-class EngineFacts:
+class CutFacts:
     """Facts that the cuts depend on.
 
     Attributes:
@@ -67,7 +67,7 @@ class EngineFacts:
     output_too: frozenset[str]
 
     @staticmethod
-    def of(bridge: Bridge, tensors: Mapping[str, TensorSpec], block: tuple[int, int]) -> EngineFacts:
+    def of(bridge: Bridge, tensors: Mapping[str, TensorSpec], block: tuple[int, int]) -> CutFacts:
         """Facts from a model's family, and from the names of its tensors.
 
         Args:
@@ -87,7 +87,7 @@ class EngineFacts:
                 common.append((place, name))
         heads, kv_heads = bridge.head_counts()
         latent = {name.rpartition(".kv_b_proj.")[0] for _, name in common if ".self_attn.kv_b_proj." in name}
-        return EngineFacts(
+        return CutFacts(
             bridge.model_type,
             tensors,
             bridge.parallel_plan(),

@@ -16,7 +16,7 @@ from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge.errors import InvalidArgument, NotFound
 from weighbridge_service.models.bridges import Bridge
 from weighbridge_service.models.engine_cuts import in_blocks, slices_of
-from weighbridge_service.models.engine_facts import EngineFacts
+from weighbridge_service.models.engine_facts import CutFacts
 from weighbridge_service.models.megatron_layouts import BEHIND_THE_LAYERS
 
 MAX_BOXES = 1_000_000
@@ -44,8 +44,8 @@ class EngineLayouts:
         self._block = block
 
     @cached_property
-    def _facts(self) -> EngineFacts:
-        return EngineFacts.of(self._bridge(), self._tensors, self._block)
+    def _facts(self) -> CutFacts:
+        return CutFacts.of(self._bridge(), self._tensors, self._block)
 
     def layout(self, request: LayoutRequest) -> Layout:
         """Layout of the stream of slices for a request.
@@ -97,7 +97,7 @@ def _stream(slices: Sequence[tuple[TensorSpec, Box]]) -> Layout:
     return Layout.stream({spec.name: spec for spec, _ in slices}.values(), [Shard(s.name, b) for s, b in slices])
 
 
-def _rank(facts: EngineFacts, request: TensorParallel) -> Iterator[tuple[TensorSpec, Box]]:
+def _rank(facts: CutFacts, request: TensorParallel) -> Iterator[tuple[TensorSpec, Box]]:
     """Slices that one rank of an engine holds."""
     if request.layers is not None and request.layers[1] > facts.num_layers:
         raise InvalidArgument(
@@ -133,7 +133,7 @@ def _rank(facts: EngineFacts, request: TensorParallel) -> Iterator[tuple[TensorS
         )
 
 
-def _specs_of(facts: EngineFacts, experts: ExpertParallel | None) -> Iterable[TensorSpec]:
+def _specs_of(facts: CutFacts, experts: ExpertParallel | None) -> Iterable[TensorSpec]:
     """Tensors that a rank holds slices of, in their order. Ignores the rank's pipeline stage."""
     if experts is None or not facts.experts:
         return facts.tensors.values()
@@ -147,7 +147,7 @@ def _specs_of(facts: EngineFacts, experts: ExpertParallel | None) -> Iterable[Te
     return [facts.tensors[name] for _, name in sorted(held)]
 
 
-def _of_stage(facts: EngineFacts, name: str, layers: tuple[int, int]) -> bool:
+def _of_stage(facts: CutFacts, name: str, layers: tuple[int, int]) -> bool:
     """Whether a tensor is on a pipeline stage."""
     is_first, is_last = layers[0] == 0, layers[1] == facts.num_layers
     place = facts.places[name.removesuffix(SCALE_SUFFIX)]

@@ -60,7 +60,7 @@ _ANY = parse("bf16")
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LoaderComparison:
     """Result of the comparison with what transformers' own loader expects.
 
     Attributes:
@@ -78,7 +78,7 @@ class Comparison:
     tied: tuple[tuple[str, ...], ...] = ()
 
 
-Compare = Callable[[bytes, Mapping[str, Shape]], "Comparison | None"]
+Compare = Callable[[bytes, Mapping[str, Shape]], "LoaderComparison | None"]
 _comparing: list[Compare] = []
 """Functions that compare; the last one is called. If the list is empty, nothing is compared."""
 
@@ -137,7 +137,7 @@ def check_library_model(config_json: bytes, specs: Iterable[TensorSpec], fix: st
     return frozenset(pair[:1] if pair is not None and ties else ())
 
 
-def compare_with_library(config_json: bytes, shapes: Mapping[str, Shape]) -> Comparison | None:
+def compare_with_library(config_json: bytes, shapes: Mapping[str, Shape]) -> LoaderComparison | None:
     """Compare tensors with transformers' model of a config. Returns None if transformers has no model for it, or if the
     model cannot be compared.
 
@@ -238,7 +238,7 @@ def _few_modules() -> Iterator[None]:
         handle.remove()
 
 
-def _compared(model: Any, shapes: Mapping[str, Shape]) -> Comparison:
+def _compared(model: Any, shapes: Mapping[str, Shape]) -> LoaderComparison:
     in_files, tensors = file_names(model), model.state_dict(keep_vars=True)
     firsts: dict[int, str] = {}
     also: dict[str, tuple[str, ...]] = {}
@@ -272,7 +272,7 @@ def _compared(model: Any, shapes: Mapping[str, Shape]) -> Comparison:
         for name in names
         if name not in covered
     ]
-    return Comparison(type(model).__name__, tuple(missing), tuple(misshapen), tuple(unknown), tied)
+    return LoaderComparison(type(model).__name__, tuple(missing), tuple(misshapen), tuple(unknown), tied)
 
 
 def _own_names(model: Any, tensors: Iterable[str], given: Iterable[str]) -> Mapping[str, Sequence[str]]:

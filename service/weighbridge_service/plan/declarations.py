@@ -73,7 +73,7 @@ class KnownSet:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ReplicaShare:
     """One replica's part in a push.
 
     Attributes:
@@ -119,19 +119,19 @@ class Agreement:
             return {self.homes[0]: RangeSet([(0, self.prepared.streams[rank].nbytes)])}
         return {self.homes[number]: meant for number, meant in spread.routes.get(rank, {}).items()}
 
-    def share_of(self, home: Home) -> Share:
+    def share_of(self, home: Home) -> ReplicaShare:
         """The share of a replica that holds only its own share."""
         return self.share(self.homes.index(home))
 
-    def share(self, me: int) -> Share:
+    def share(self, me: int) -> ReplicaShare:
         """The share of the replica with this number."""
         spread = self.prepared.spread
         if spread is None:
             ranks = frozenset(self.prepared.streams)
-            return Share(0, dict(self.prepared.fills), ranks, frozenset((0,)), alone=True)
+            return ReplicaShare(0, dict(self.prepared.fills), ranks, frozenset((0,)), alone=True)
         files = {file: self.prepared.fills[file] for file in spread.files_of(me)}
         ranks = frozenset(rank for rank, number in enumerate(spread.homes) if number == me)
-        return Share(me, files, ranks, frozenset(spread.owners.values()), alone=False)
+        return ReplicaShare(me, files, ranks, frozenset(spread.owners.values()), alone=False)
 
     def moved(self, number: int, to: Home, handovers: int) -> Agreement:
         """The agreement after a handover of a share; unchanged if this or a later handover is already recorded.

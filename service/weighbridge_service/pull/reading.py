@@ -15,7 +15,7 @@ from weighbridge._transport.pieces import Buffer
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.pull.read_ahead import StreamReader
 from weighbridge_storage.memory.file_bytes import FileBytes
-from weighbridge_storage.memory.images import Hold, together
+from weighbridge_storage.memory.images import ImageHold, together
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class OpenedVersion:
     version: Version
     files: FilesLayout
     sources: Mapping[str, FileBytes]
-    _hold: Hold
+    _hold: ImageHold
 
-    def partly_from(self, sources: Mapping[str, FileBytes], hold: Hold) -> OpenedVersion:
+    def partly_from(self, sources: Mapping[str, FileBytes], hold: ImageHold) -> OpenedVersion:
         """The same version with other sources for some of its files. Closing it also releases ``hold``."""
         return replace(self, sources={**self.sources, **sources}, _hold=together(self._hold, hold))
 
@@ -43,7 +43,7 @@ class OpenedVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StreamPiece:
     """A piece of a stream to a client.
 
     Attributes:
@@ -89,7 +89,7 @@ class Reading:
         self._reader.close()
         self._opened.close()
 
-    def pieces(self, make_room: Callable[[int], None] = lambda _: None) -> Iterator[Piece]:
+    def pieces(self, make_room: Callable[[int], None] = lambda _: None) -> Iterator[StreamPiece]:
         """The pieces of the stream from `offset` on. The version stays open until the last piece is taken.
 
         Args:
@@ -100,6 +100,6 @@ class Reading:
                 make_room(stop - start)
                 yield self._piece(start, stop)
 
-    def _piece(self, start: int, stop: int) -> Piece:
+    def _piece(self, start: int, stop: int) -> StreamPiece:
         data = self._gather(start, stop - start)
-        return Piece(start, data, rpc.checksum(data))
+        return StreamPiece(start, data, rpc.checksum(data))

@@ -36,7 +36,7 @@ from weighbridge_storage.cache.block_cache import BlockCache
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.history import History
 from weighbridge_storage.memory.file_bytes import FileBytes, Place
-from weighbridge_storage.memory.images import Hold
+from weighbridge_storage.memory.images import ImageHold
 from weighbridge_storage.versions.reading import open_version
 
 _KEPT_CASTS = 250_000
@@ -76,7 +76,7 @@ class GrantedVersion:
             place.leave_open()
 
 
-class Serving:
+class PullServing:
     """Pulls and restores of versions. Thread-safe.
 
     Args:
@@ -280,7 +280,7 @@ class Serving:
         found, history = self._find(name, version)
         model = self._catalog.model(name)
         in_image: dict[str, FileBytes] = {}
-        hold: Hold | None = None
+        hold: ImageHold | None = None
         known = self._catalog.snapshots.get(name, found.number)
         if known is not None and known.image is not None:
             with suppress(FailedPrecondition):  # the image was released after the snapshot

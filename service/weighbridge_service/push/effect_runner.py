@@ -58,7 +58,7 @@ class Surroundings(Protocol):
         """Remove the version from this process's lists, because other replicas receive it."""
 
 
-class Owner(Protocol):
+class EffectSession(Protocol):
     """Session whose effects are carried out.
 
     The runner keeps no reference to it, so that both are freed as soon as the push has ended.
@@ -146,7 +146,7 @@ class EffectRunner:
         """Record the files that another replica has uploaded."""
         self._handed_in.setdefault(replica, written)
 
-    def run(self, effect: do.Effect, state: PushState, owner: Owner) -> on.Event | None:
+    def run(self, effect: do.Effect, state: PushState, owner: EffectSession) -> on.Event | None:
         """Carry an effect out. Returns the event that answers it, or `EffectFailed` on errors. Returns None if no event
         answers the effect, or if a later event does."""
         try:
@@ -160,7 +160,7 @@ class EffectRunner:
             failure = _unexpected(effect, error)
         return on.EffectFailed(effect, failure) if isinstance(effect, do.Awaited) else None
 
-    def carry_out(self, effect: do.Effect, state: PushState, owner: Owner) -> on.Event | None:
+    def carry_out(self, effect: do.Effect, state: PushState, owner: EffectSession) -> on.Event | None:
         """Like `run`, but raises errors."""
         match effect:
             case do.MakePlan():
@@ -262,7 +262,7 @@ class EffectRunner:
         if error is None and self.image is not None:
             self.image.freeze()
 
-    def _acquire_image(self, state: PushState, owner: Owner) -> on.Event:
+    def _acquire_image(self, state: PushState, owner: EffectSession) -> on.Event:
         agreed, share = _agreed(state), state.share
         if self._request is None:
             files = frozenset[str]() if share is None else share.files.keys()
@@ -304,7 +304,7 @@ class EffectRunner:
             raise VersionFailed(f"{self._publisher} was given up")
         return image
 
-    def _digest(self, file: str, owner: Owner, *, sha256: bool) -> on.Event:
+    def _digest(self, file: str, owner: EffectSession, *, sha256: bool) -> on.Event:
         image = self._image_there()
         with image.hold():
             data = image.read_only_buffers[file]
@@ -319,7 +319,7 @@ class EffectRunner:
             with image.hold():
                 self.writer.compare_sample(image.read_only_buffers)
 
-    def _upload(self, file: str, owner: Owner) -> on.Event:
+    def _upload(self, file: str, owner: EffectSession) -> on.Event:
         image = self._image_there()
         with image.hold():
             data = image.read_only_buffers[file]

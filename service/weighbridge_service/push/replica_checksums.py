@@ -31,7 +31,7 @@ class ReplicaChecksum(NamedTuple):
     checksum: int
 
 
-class ReplicaChecksums:
+class VersionChecksums:
     """Checksums of one version, from all ranks that have sent theirs.
 
     Thread-safe: each entry is set in one step, and none is removed.

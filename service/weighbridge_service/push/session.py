@@ -51,10 +51,10 @@ from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.machine.transitions import step
 from weighbridge_service.push.observing.observer import PushObserver
 from weighbridge_service.push.pending import WaitingCalls, uncancelled
-from weighbridge_service.push.replica_checksums import ReplicaChecksum, ReplicaChecksums
+from weighbridge_service.push.replica_checksums import ReplicaChecksum, VersionChecksums
 from weighbridge_service.push.timers import Timers
 from weighbridge_service.runtime.clock import unix_ms
-from weighbridge_storage.memory.images import Hold
+from weighbridge_storage.memory.images import ImageHold
 from weighbridge_storage.stores.objects import ByteArray
 from weighbridge_storage.versions.writing import Written
 
@@ -101,7 +101,7 @@ class PushSession:
         self._timers = timers
         self.surroundings = surroundings
         self._observer = observer
-        self._replicas = ReplicaChecksums()
+        self._replicas = VersionChecksums()
         self._lock = threading.Lock()
         self._state = state
         self._events: deque[on.Event] = deque()
@@ -504,7 +504,7 @@ class PushSession:
         image = self._runner.image
         return image is not None and file in image.sizes
 
-    def own_file(self, file: str) -> tuple[ByteArray, Hold]:
+    def own_file(self, file: str) -> tuple[ByteArray, ImageHold]:
         """Bytes of a file of this replica, for other replicas, and the hold that keeps them in memory.
 
         Raises:

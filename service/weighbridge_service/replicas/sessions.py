@@ -16,7 +16,7 @@ from weighbridge_service.push.registry import Push, Registry
 from weighbridge_service.push.session import PushSession
 from weighbridge_service.replicas.progress import Progress, SharedPush, Stage
 from weighbridge_storage.documents.names import ModelName
-from weighbridge_storage.memory.images import Hold
+from weighbridge_storage.memory.images import ImageHold
 from weighbridge_storage.stores.objects import ByteArray
 
 _COUNT_SECONDS = 1.0
@@ -86,7 +86,7 @@ class SharedSessions:
         for session, found in zip(counting, asked, strict=True):
             session.leave(found)
 
-    def own_file(self, model: str, number: int, claim: str, file: str) -> tuple[ByteArray, Hold]:
+    def own_file(self, model: str, number: int, claim: str, file: str) -> tuple[ByteArray, ImageHold]:
         """See `api.grpc.replica_handlers.OwnFiles`."""
         pushes = [push for push, _ in self._pushes(model, number, claim)]
         for push in pushes:

@@ -49,7 +49,7 @@ _NOTHING_SAID = Said()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AskedVersion:
     """A request to open a version.
 
     Attributes:
@@ -80,7 +80,7 @@ class Asked:
     base: BaseVersion | None = None
 
 
-def open_version(head: Head, asked: Asked, now_ms: int) -> tuple[Head, OpenEntry]:
+def open_version(head: Head, asked: AskedVersion, now_ms: int) -> tuple[Head, OpenEntry]:
     """Assign the next number to a new version, or return the open version that this request has opened before.
 
     A number is assigned only once, even if its version fails.

@@ -21,7 +21,7 @@ from weighbridge_storage.memory.regions import PAGE, Region
 from weighbridge_storage.stores.objects import ByteArray
 
 
-class Hold:
+class ImageHold:
     """A reader's hold. It keeps the bytes that the reader reads unchanged until it is released. A context manager."""
 
     def __init__(self, end: Callable[[], None]) -> None:
@@ -42,14 +42,14 @@ class Hold:
         self.release()
 
 
-def together(*holds: Hold) -> Hold:
+def together(*holds: ImageHold) -> ImageHold:
     """One hold that releases several."""
 
     def end() -> None:
         for hold in holds:
             hold.release()
 
-    return Hold(end)
+    return ImageHold(end)
 
 
 class Image:
@@ -160,7 +160,7 @@ class Image:
         """Reject `buffers` from now on. Writable arrays that were returned earlier stay writable."""
         self._frozen = True
 
-    def hold(self) -> Hold:
+    def hold(self) -> ImageHold:
         """Prevent the image from being returned to the pool.
 
         Raises:
@@ -170,7 +170,7 @@ class Image:
             self._live()
             self._count += 1
             self._used_at = self._holds[self._count] = time.monotonic()
-            return Hold(functools.partial(self._drop, self._count))
+            return ImageHold(functools.partial(self._drop, self._count))
 
     def release(self) -> None:
         """End the acquirer's own hold. Repeated calls do nothing."""

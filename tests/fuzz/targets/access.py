@@ -17,7 +17,7 @@ from tests.support.identities import AUDIENCE, ISSUER, TokenIssuer
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.access import issuers
 from weighbridge_service.access.access import Access
-from weighbridge_service.access.identities import Evidence
+from weighbridge_service.access.identities import PresentedCredentials
 from weighbridge_service.access.issuers import ALGORITHMS, Issuer
 from weighbridge_service.access.policy import Policy
 
@@ -85,7 +85,7 @@ def _access() -> Iterator[Parse]:
 
         def parse(data: bytes) -> None:
             text = data.decode("latin-1")
-            identity = access.identify(Evidence.of_call(text.split("\n"), ()))
+            identity = access.identify(PresentedCredentials.of_call(text.split("\n"), ()))
             assert identity.name in ("", "trainer", "anybody"), identity
 
         assert ISSUER in text

@@ -19,7 +19,7 @@ from weighbridge._transport.addresses import Addresses
 from weighbridge.errors import InvalidArgument, WeighbridgeError
 from weighbridge_service.access.scopes import Scope, matches
 from weighbridge_service.api.http.guard import HostNames, refusal
-from weighbridge_service.api.http.hub_documents import Asked
+from weighbridge_service.api.http.hub_documents import RequestedFile
 from weighbridge_service.api.http.ranges import RangeNotSatisfiable, byte_range
 from weighbridge_storage.documents import names
 from weighbridge_storage.documents.names import ModelName
@@ -145,7 +145,7 @@ TARGETS = (
     ),
     Target(
         "hub-paths",
-        stateless(_text(Asked.of)),
+        stateless(_text(RequestedFile.of)),
         lambda: [b"/acme/smol/resolve/main/config.json", b"/acme/smol/resolve/refs%2Fpr%2F1/a/b", b"/a/b/tree/17/"],
         mutators.texts("/", "%2F", "%", "%00", "%ff", "resolve", "main", "..", "//"),
         (WeighbridgeError,),

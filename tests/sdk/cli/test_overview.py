@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from weighbridge import Model, Version, VersionState
-from weighbridge._cli.showing.overview import MemoryUse, Overview, Reading, overview, unfinished
+from weighbridge._cli.showing.overview import MemoryUse, Overview, ServiceState, overview, unfinished
 from weighbridge._cli.showing.screen import draw, memory_text
 from weighbridge._core.engines.facts import Engine
 from weighbridge._core.reports.rank_progress import RankProgress
@@ -30,13 +30,13 @@ def version(number: int, state: VersionState, **more: object) -> Version:
     return Version("acme/smol", number, state, **{**said, **more})  # type: ignore[arg-type]
 
 
-def reading(at_s: float, received: int, ranks: tuple[RankProgress, ...] = ()) -> Reading:
+def reading(at_s: float, received: int, ranks: tuple[RankProgress, ...] = ()) -> ServiceState:
     push = version(
         18, VersionState.RECEIVING, received_bytes=received, sealed_ranks=1, waits_for=("rank 3 to declare",)
     )
     durable = version(17, VersionState.DURABLE, ready_time_ms=NOW_MS - 57_983, durable_time_ms=NOW_MS - 50_983)
     failed = version(16, VersionState.FAILED, error="rank 2 is gone")
-    return Reading(
+    return ServiceState(
         at_s,
         NOW_MS,
         models=(Model("acme/smol", "qwen3", "BF16", 10, 2 * GB, refs={"live": 17, "prod": 17, "old": 3}),),
@@ -144,7 +144,9 @@ def test_what_others_have_written_does_not_move_the_cursor() -> None:
     model = replace(reading(1.0, 0).models[0], name=bad, refs={bad: 17}, model_type=bad, dtype=bad)
     durable = replace(durable, model=bad)
     pushed = replace(version(18, VersionState.RECEIVING, waits_for=(bad,)), model=bad)
-    found = overview(bad, None, Reading(1.0, NOW_MS, models=(model,), versions=(durable, pushed), engines=(engine,)))
+    found = overview(
+        bad, None, ServiceState(1.0, NOW_MS, models=(model,), versions=(durable, pushed), engines=(engine,))
+    )
     text = "".join(text_of(found, 300))
     assert text.count("title") > 12
     assert not {"\x1b", "\x07", "\u202e"} & set(text)

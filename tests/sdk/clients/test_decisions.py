@@ -17,7 +17,7 @@ from weighbridge import Boxes, EngineClient, FullTensors, TrainerClient
 from weighbridge._clients.calls import model_calls, pull_calls, version_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
 from weighbridge._clients.calls.operation_calls import ask_all
-from weighbridge._clients.calls.steps import Call, Pause, take
+from weighbridge._clients.calls.steps import Pause, UnaryCall, take
 from weighbridge._clients.calls.watching import Watch
 from weighbridge._core.operations import table
 from weighbridge._core.resources import VersionState
@@ -111,7 +111,7 @@ def test_a_watch_that_has_begun_is_never_given_up_and_goes_on_behind_what_came()
 def test_all_pages_are_asked_for() -> None:
     asked: list[str] = []
 
-    def answer(call: Call) -> bytes:
+    def answer(call: UnaryCall) -> bytes:
         assert call.path == "/weighbridge.v1.ModelService/ListModels"
         token = pb.ListModelsRequest.FromString(b"".join(call.request)).page_token
         asked.append(token)
@@ -130,7 +130,7 @@ def test_all_pages_are_asked_for() -> None:
 def test_no_more_versions_are_asked_for_than_are_wanted(service_page: int) -> None:
     asked: list[tuple[int, str]] = []
 
-    def answer(call: Call) -> bytes:
+    def answer(call: UnaryCall) -> bytes:
         request = pb.ListVersionsRequest.FromString(b"".join(call.request))
         asked.append((request.page_size, request.page_token))
         newest = int(request.page_token or 9) - 1
@@ -153,7 +153,7 @@ def test_no_more_versions_are_asked_for_than_are_wanted(service_page: int) -> No
 def test_waiting_asks_again_until_the_deadline_and_then_says_for_what() -> None:
     steps = version_calls.wait_for(MODEL, 3, VersionState.READY, 0.0, None)
     first = next(steps)
-    assert isinstance(first, Call)
+    assert isinstance(first, UnaryCall)
     wanted = pb.GetVersionRequest.FromString(b"".join(first.request))
     assert (wanted.version, wanted.wait_for) == ("3", resources_pb2.VERSION_STATE_READY)
     assert isinstance(steps.throw(DeadlineExceeded("not yet")), Pause)
@@ -163,7 +163,7 @@ def test_waiting_asks_again_until_the_deadline_and_then_says_for_what() -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../config.json", "a//b", "a/../b", "/a"])
 def test_a_file_that_would_lie_elsewhere_is_refused(name: str) -> None:
-    def answer(_: Call) -> bytes:
+    def answer(_: UnaryCall) -> bytes:
         file = resources_pb2.ModelFile(name=name, content=b"")
         return pb.GetModelFilesResponse(files=[file]).SerializeToString()
 

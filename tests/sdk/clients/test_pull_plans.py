@@ -18,7 +18,7 @@ from weighbridge import EngineClient, FullTensors, TensorParallel, TrainerClient
 from weighbridge._clients.calls import pull_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
 from weighbridge._clients.calls.pull_calls import PullPlan
-from weighbridge._clients.calls.steps import Call, take
+from weighbridge._clients.calls.steps import UnaryCall, take
 from weighbridge._core.boxes import Box
 from weighbridge._core.dtypes import parse
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
@@ -131,7 +131,7 @@ def _layout(rows: int) -> Layout:
 def _planned(layouts: KnownLayouts, answer: weight_service_pb2.PlanPullResponse, known: str = "") -> PullPlan:
     """The plan that a client makes of an answer after it has announced a known layout."""
 
-    def call(step: Call) -> bytes:
+    def call(step: UnaryCall) -> bytes:
         request = weight_service_pb2.PlanPullRequest.FromString(b"".join(step.request))
         assert request.known_layout == known
         return answer.SerializeToString()

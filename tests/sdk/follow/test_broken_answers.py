@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from weighbridge.follow.engines import Engine, EngineFailed
+from weighbridge.follow.engines import EngineDriver, EngineFailed
 from weighbridge.follow.sglang import SglangServer
 from weighbridge.follow.vllm import VllmServer
 
-DRIVERS: dict[str, Callable[[str], Engine]] = {
+DRIVERS: dict[str, Callable[[str], EngineDriver]] = {
     "vllm": lambda url: VllmServer(url, "acme/tiny", "127.0.0.1:1", timeout=30.0),
     "sglang": lambda url: SglangServer(url, "127.0.0.1:1", "acme/tiny", timeout=30.0),
 }

@@ -23,7 +23,7 @@ from weighbridge._core.text import waits
 from weighbridge._transport import outages
 from weighbridge.errors import FailedPrecondition, Unavailable, WeighbridgeError
 from weighbridge.follow.agent import Follower
-from weighbridge.follow.engines import Engine, EngineFailed, Prepared, Serving
+from weighbridge.follow.engines import EngineDriver, EngineFailed, Prepared, Serving
 from weighbridge.follow.reaching import ReachWatch, unreachable
 from weighbridge.follow.sglang import SglangServer, is_sglang
 from weighbridge.follow.vllm import VllmServer
@@ -78,7 +78,7 @@ def test_an_engine_of_another_model_is_left_alone_unless_it_is_meant(tmp_path: P
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_an_engine_of_the_other_kind_is_named_as_the_likely_mistake(kind: str) -> None:
     with json_server(lambda *_: (404, {"detail": "Not Found"})) as url:
-        engine: Engine = (
+        engine: EngineDriver = (
             SglangServer(url, "127.0.0.1:1", MODEL) if kind == "sglang" else VllmServer(url, MODEL, "127.0.0.1:1")
         )
         with pytest.raises(WeighbridgeError) as caught:

@@ -26,7 +26,7 @@ from weighbridge._cli import commands
 from weighbridge._cli.following import _line
 from weighbridge._clients.calls.engine_calls import REPORT_SECONDS
 from weighbridge._core.engines.facts import EngineFacts
-from weighbridge._reporting.said import Contact, Said, status_of
+from weighbridge._reporting.said import Contact, ReportedState, status_of
 from weighbridge.follow.agent import Followed, Follower
 from weighbridge.follow.engines import Prepared, Serving
 
@@ -227,7 +227,7 @@ def test_what_no_engine_can_follow_is_refused_before_anything_is_asked(model: st
 
 
 def test_a_proof_that_is_due_and_cannot_be_made_leaves_the_time_of_the_last_one() -> None:
-    said = Said(EngineFacts("e1", MODEL), 0.0, 0.0).with_changes({"proof": "not proved"}, 10.0)
+    said = ReportedState(EngineFacts("e1", MODEL), 0.0, 0.0).with_changes({"proof": "not proved"}, 10.0)
     assert status_of(said, Contact(), 20.0, 20_000).proof_time_ms == 0
     said = said.with_changes({"proof": "not proved"}, 30.0)
     assert said.proved_s == 10.0, "since then one is asked for"

@@ -18,7 +18,7 @@ from tests.support.vllm_engines import MODEL, FakeEngine, FakeVllm
 from weighbridge._cli.following import _line
 from weighbridge.errors import FailedPrecondition
 from weighbridge.follow.agent import Followed, Follower
-from weighbridge.follow.engines import Engine
+from weighbridge.follow.engines import EngineDriver
 from weighbridge.follow.vllm import VllmServer
 
 UPDATE = {"update_info": {"version": 2}}
@@ -34,7 +34,7 @@ def driver(server: FakeVllm) -> Iterator[VllmServer]:
         yield VllmServer(url, MODEL, "service:1")
 
 
-def take_to(engine: Engine, number: int) -> Followed:
+def take_to(engine: EngineDriver, number: int) -> Followed:
     """One update by an agent, without a service."""
     return Follower(cast("Any", None), MODEL, engine).take_to(number)
 

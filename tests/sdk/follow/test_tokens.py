@@ -25,7 +25,7 @@ from tests.support.vllm_engines import FakeEngine, FakeVllm
 from weighbridge import TrainerClient
 from weighbridge._cli import commands
 from weighbridge._core.engines.facts import EngineFacts
-from weighbridge._reporting.said import Said
+from weighbridge._reporting.said import ReportedState
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.follow.agent import Follower
 from weighbridge.follow.answers import EngineApi
@@ -233,7 +233,7 @@ def test_laps_say_when_the_last_part_has_ended(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_update_is_as_old_as_its_end_and_not_as_what_is_told_of_it() -> None:
-    said = Said(EngineFacts("e1", MODEL), 0.0, 0.0)
+    said = ReportedState(EngineFacts("e1", MODEL), 0.0, 0.0)
     assert said.with_changes({"update_version": 2}, 10.0, 4.0).updated_s == 4.0
     assert said.with_changes({"update_version": 2}, 10.0).updated_s == 10.0
     assert said.with_changes({"error": "x"}, 10.0, 4.0).updated_s == 0.0

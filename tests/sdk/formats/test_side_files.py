@@ -13,7 +13,7 @@ from huggingface_hub.file_download import _create_symlink
 from tests.support.executed_lines import executed_lines
 from weighbridge._formats.safetensors_files import map_file
 from weighbridge._formats.side_files.carried import carried_files
-from weighbridge._formats.side_files.choice import Found, choose
+from weighbridge._formats.side_files.choice import FoundFile, choose
 from weighbridge._formats.side_files.reading import SideFiles
 from weighbridge._trainers.torch_dist.folder import open_file
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted
@@ -42,8 +42,8 @@ OWN = [
 ]
 
 
-def _found(*names: str, nbytes: int = 1) -> list[Found]:
-    return [Found(name, nbytes) for name in names]
+def _found(*names: str, nbytes: int = 1) -> list[FoundFile]:
+    return [FoundFile(name, nbytes) for name in names]
 
 
 def _write(folder: Path, *names: str) -> Path:
@@ -62,13 +62,13 @@ def test_everything_is_taken_but_weights_and_what_a_trainer_keeps() -> None:
 
 
 def test_files_that_loaders_ask_for_are_taken_before_smaller_ones_that_none_does() -> None:
-    files = [Found("tokenizer.json", 60), Found("film.mp4", 50), Found("a.png", 30), Found("b.png", 20)]
+    files = [FoundFile("tokenizer.json", 60), FoundFile("film.mp4", 50), FoundFile("a.png", 30), FoundFile("b.png", 20)]
     chosen = choose(files, most_bytes=100)
     assert chosen.taken == ("b.png", "tokenizer.json")
     assert list(chosen.left_out) == ["a.png", "film.mp4"]
     assert "30 B" in chosen.left_out["a.png"]
     # what is needed is for the registration to refuse
-    assert choose([Found("tokenizer.json", 200)], most_bytes=100).taken == ("tokenizer.json",)
+    assert choose([FoundFile("tokenizer.json", 200)], most_bytes=100).taken == ("tokenizer.json",)
 
 
 def test_a_folder_is_read_with_its_folders_and_without_hidden_files(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pyt
 
 def test_the_work_of_a_choice_among_many_folders_grows_with_their_number_alone() -> None:
     def lines(count: int) -> int:
-        found = [Found(f"{number}/{name}", 1) for number in range(count) for name in ("a.bin", "a.json")]
+        found = [FoundFile(f"{number}/{name}", 1) for number in range(count) for name in ("a.bin", "a.json")]
         assert len(choose(found).left_out) == count
         return executed_lines(lambda: choose(found))
 

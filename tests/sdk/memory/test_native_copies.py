@@ -28,7 +28,7 @@ from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._memory import native_copies
 from weighbridge._memory.copying import read_tensors, write_tensors
 from weighbridge._memory.mappings import MappedMemory, Use
-from weighbridge._memory.native_copies import Region, copy_natively, region_of
+from weighbridge._memory.native_copies import AddressRange, copy_natively, region_of
 from weighbridge._memory.strided import Bytes, ShardCopies, view_bytes, write_bytes
 
 SOURCES = Path(__file__).parents[3] / "clients/native"
@@ -161,7 +161,7 @@ def test_sides_that_overlap_truncated_plans_and_read_only_targets_are_refused() 
     with pytest.raises(ValueError, match="overlap"):
         run([ByteCopy((60,), 0, (1,), 0, 30, (1,))], data, data, into_memory=True)
     plan = ShardCopies([GOOD]).packed
-    whole = Region(data.ctypes.data, data.nbytes)
+    whole = AddressRange(data.ctypes.data, data.nbytes)
     for words in (plan[:-1], plan[:3]):
         with pytest.raises(ValueError, match="ends within"):
             copy_natively([(whole, words)], [whole], into_memory=True, threads=1)

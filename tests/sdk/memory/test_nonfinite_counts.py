@@ -20,7 +20,7 @@ from weighbridge._memory.casting import write_cast
 from weighbridge._memory.copying import write_tensors
 from weighbridge._memory.mappings import MappedMemory, Use
 from weighbridge._memory.native_copies import (
-    Region,
+    AddressRange,
     copy_natively,
     count_natively,
     packed_encodings,
@@ -212,7 +212,7 @@ def test_a_copy_that_cuts_elements_and_an_encoding_that_cannot_be_are_refused() 
     ):
         with pytest.raises(ValueError, match=r"cuts elements|can be counted"):
             copy_natively(
-                [(Region(data.ctypes.data, 64), plan)],
+                [(AddressRange(data.ctypes.data, 64), plan)],
                 [region_of(memory, written=True)],
                 into_memory=True,
                 threads=1,

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from tests.sdk.signing.test_statements import SHA, bundle, manifest, statement
 from tests.support.signing import new_key
 from weighbridge import Signer, Trusted
-from weighbridge._clients.calls.steps import Call, take
+from weighbridge._clients.calls.steps import UnaryCall, take
 from weighbridge._clients.calls.version_calls import get_signatures
 from weighbridge._formats.side_files.signature_files import write_signature_files
 from weighbridge._signing.signer import sign
@@ -28,7 +28,7 @@ class Service:
     def __init__(self, **answers: Message) -> None:
         self._answers = answers
 
-    def __call__(self, call: Call) -> bytes:
+    def __call__(self, call: UnaryCall) -> bytes:
         return self._answers[call.path.rpartition("/")[2]].SerializeToString()
 
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from weighbridge._tracing.exporting import exporting
-from weighbridge._tracing.settings import Settings
+from weighbridge._tracing.settings import TracingState
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 
 
@@ -62,4 +62,4 @@ def test_without_the_packages_of_the_extra_it_is_said_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     with pytest.raises(FailedPrecondition, match=r"pip install 'weighbridge\[tracing\]'"):
-        Settings().enable("http://127.0.0.1:4317")
+        TracingState().enable("http://127.0.0.1:4317")

@@ -14,7 +14,7 @@ from opentelemetry.trace import INVALID_SPAN
 from tests.support.traced import Traced, ids, turn_on
 from weighbridge._tracing import spans
 from weighbridge._tracing.exporting import ENDPOINTS
-from weighbridge._tracing.settings import Settings, wanted
+from weighbridge._tracing.settings import TracingState, wanted
 from weighbridge.errors import VersionFailed
 
 PUSH = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -125,7 +125,7 @@ def test_the_environment_says_whether_there_are_traces(environment: dict[str, st
 
 
 def test_where_tracing_is_off_there_is_one_span_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    off = Settings()
+    off = TracingState()
     monkeypatch.setattr(spans, "OF_PROCESS", off)
     for name in ENDPOINTS:
         monkeypatch.delenv(name, raising=False)

@@ -13,7 +13,7 @@ from tests.support.identities import identity, policy_file
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.access import tokens
 from weighbridge_service.access.access import Access
-from weighbridge_service.access.identities import NO_LIMITS, Evidence, Limits
+from weighbridge_service.access.identities import NO_LIMITS, IdentityLimits, PresentedCredentials
 from weighbridge_service.access.policy import Policy
 
 
@@ -36,8 +36,8 @@ def test_limits_are_those_of_the_identity_and_of_the_namespace_that_they_stand_w
         + namespace(name="lab", stored="1.5GiB")
     )
     assert {entry.identity.name: entry.identity.limits for entry in policy.entries} == {
-        "trainer": Limits(streams=8, bytes_per_second=2_000_000_000, versions_per_hour=60),
-        "engine": Limits(streams=2),
+        "trainer": IdentityLimits(streams=8, bytes_per_second=2_000_000_000, versions_per_hour=60),
+        "engine": IdentityLimits(streams=2),
         "free": NO_LIMITS,
     }
     assert policy.stored == {"acme": 20 * 10**12, "lab": 3 << 29}
@@ -81,7 +81,7 @@ def test_limits_that_are_wrong_are_refused_by_their_names(text: str, said: str) 
 
 def test_new_limits_count_at_once_and_wrong_ones_leave_those_before_in_force(tmp_path: Path) -> None:
     policy = policy_file(tmp_path, limited("trainer", streams=8))
-    access, shown = Access(policy, look_seconds=0.0), Evidence(authorization="Bearer token-of-trainer")
+    access, shown = Access(policy, look_seconds=0.0), PresentedCredentials(authorization="Bearer token-of-trainer")
     assert policy.read_text().count(tokens.digest("token-of-trainer")) == 1
     before = access.identify(shown)
     assert (before.limits.streams, access.stored_limits()) == (8, {})

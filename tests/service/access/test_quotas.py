@@ -38,12 +38,12 @@ from weighbridge import (
 )
 from weighbridge._cli import commands
 from weighbridge._core import striping
-from weighbridge_service.access.identities import Evidence, Identity
+from weighbridge_service.access.identities import Identity, PresentedCredentials
 from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.byte_budget import Direction
 from weighbridge_service.api.http import hub_routes
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.api.http.callers import Standing
+from weighbridge_service.api.http.callers import CredentialsCheck
 from weighbridge_service.api.http.hub_routes import HubSizes
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.fsck.repair import check_store
@@ -285,7 +285,7 @@ def test_a_rank_is_not_refused_what_another_rank_of_its_push_has_taken_at_anothe
     stored = size_of(source) + 1000 if limit == "stored" else 0
     with service(tmp_path, limits, stored) as first, service(tmp_path, limits, stored) as second:
         register(first, source, MODEL)
-        a = Peer("host", identity=first.service.access.identify(Evidence("Bearer token-of-a")))
+        a = Peer("host", identity=first.service.access.identify(PresentedCredentials("Bearer token-of-a")))
 
         def opened(running: RunningService, request_id: str, client_id: str) -> int:
             return running.service.intake.opener.open_version(
@@ -577,11 +577,11 @@ def test_a_download_ends_for_whom_the_policy_has_dropped_since_the_request_was_l
         assert policy is not None
         before = policy.read_text()
 
-        def standing(request: Request) -> Standing:
+        def standing(request: Request) -> CredentialsCheck:
             policy.write_text(before.replace('name = "a"', 'name = "another"'))
-            return Standing(request)
+            return CredentialsCheck(request)
 
-        monkeypatch.setattr(hub_routes, "Standing", standing)
+        monkeypatch.setattr(hub_routes, "CredentialsCheck", standing)
         headers = {"authorization": "Bearer token-of-a"}
         path = f"{url}/{MODEL}/resolve/latest/model.safetensors"
         with pytest.raises(httpx.RemoteProtocolError):

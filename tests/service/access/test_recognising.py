@@ -21,14 +21,14 @@ from weighbridge._core.operations.verbs import Verb
 from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge_service.access import issuers
 from weighbridge_service.access.access import Access
-from weighbridge_service.access.identities import Evidence, Identity
+from weighbridge_service.access.identities import Identity, PresentedCredentials
 from weighbridge_service.access.issuers import Issuer, KeyRing
 
 KEY = b"k" * 32
 
 
-def shown(token: str) -> Evidence:
-    return Evidence(f"Bearer {token}")
+def shown(token: str) -> PresentedCredentials:
+    return PresentedCredentials(f"Bearer {token}")
 
 
 @pytest.fixture(scope="module")
@@ -51,22 +51,22 @@ def access(tmp_path: Path, issuer: TokenIssuer) -> Access:
     ("evidence", "name"),
     [
         (shown("trainers"), "trainer"),
-        (Evidence("bearer trainers"), "trainer"),
-        (Evidence(user=1000), "trainer"),
-        (Evidence(certificate=("x", "engine-7")), "engine"),
-        (Evidence(), ""),
-        (Evidence(user=1001), ""),
-        (Evidence(certificate=("trainer",)), ""),
+        (PresentedCredentials("bearer trainers"), "trainer"),
+        (PresentedCredentials(user=1000), "trainer"),
+        (PresentedCredentials(certificate=("x", "engine-7")), "engine"),
+        (PresentedCredentials(), ""),
+        (PresentedCredentials(user=1001), ""),
+        (PresentedCredentials(certificate=("trainer",)), ""),
         (shown("Trainers"), ""),
         (shown(""), ""),
-        (Evidence("Basic trainers"), ""),
-        (Evidence("trainers"), ""),
-        (Evidence("several"), ""),
-        (Evidence("Bearer wrong", ("engine-7",)), ""),
-        (Evidence("Bearer wrong", user=1000), ""),
+        (PresentedCredentials("Basic trainers"), ""),
+        (PresentedCredentials("trainers"), ""),
+        (PresentedCredentials("several"), ""),
+        (PresentedCredentials("Bearer wrong", ("engine-7",)), ""),
+        (PresentedCredentials("Bearer wrong", user=1000), ""),
     ],
 )
-def test_somebody_is_recognised_by_what_they_show(access: Access, evidence: Evidence, name: str) -> None:
+def test_somebody_is_recognised_by_what_they_show(access: Access, evidence: PresentedCredentials, name: str) -> None:
     found = access.identify(evidence)
     assert found.name == name
     assert bool(found.problem) == (not name)
@@ -243,10 +243,10 @@ def test_replicas_know_each_other_by_the_secret_of_their_store_for_a_while() -> 
 
 
 def test_without_a_policy_everybody_may_or_whoever_has_a_certificate() -> None:
-    assert Access().identify(Evidence()).may(Verb.MANAGE, "a/b")
+    assert Access().identify(PresentedCredentials()).may(Verb.MANAGE, "a/b")
     asking = Access(certificates=True)
-    assert not asking.identify(Evidence()).may(Verb.LOOK)
-    assert asking.identify(Evidence(certificate=("x",))).may(Verb.MANAGE, "a/b")
+    assert not asking.identify(PresentedCredentials()).may(Verb.LOOK)
+    assert asking.identify(PresentedCredentials(certificate=("x",))).may(Verb.MANAGE, "a/b")
 
 
 def test_a_ticket_of_the_lane_says_what_was_shown_over_grpc(access: Access) -> None:
@@ -334,5 +334,5 @@ def test_what_a_policy_says_and_nothing_can_come_of_is_told_at_start(
     assert "--client-ca" in certificates
     assert "users of engine" in users
     assert "--local-socket" in users
-    assert "--client-ca" in bare.identify(Evidence()).problem
-    assert "--client-ca" not in Access(policy, KEY, certificates=True).identify(Evidence()).problem
+    assert "--client-ca" in bare.identify(PresentedCredentials()).problem
+    assert "--client-ca" not in Access(policy, KEY, certificates=True).identify(PresentedCredentials()).problem

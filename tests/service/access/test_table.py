@@ -23,7 +23,7 @@ from weighbridge_service.access import tokens
 from weighbridge_service.access.scopes import ADMIN
 from weighbridge_service.api.http import app as http_app
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.api.http.callers import Standing
+from weighbridge_service.api.http.callers import CredentialsCheck
 from weighbridge_service.exports.jobs import Exports
 
 MODEL, OTHER = "acme/smol", "acme/other"
@@ -175,7 +175,7 @@ _PATH |= {"rest": "prod/config.json", "check": "store-reachable"}
 
 @pytest.mark.parametrize("name", sorted(ROUTES))
 def test_a_route_is_for_those_whose_scope_allows_it(doors: Doors, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Standing, "ended", True)  # streams of events end at once: they are authorized before
+    monkeypatch.setattr(CredentialsCheck, "ended", True)  # streams of events end at once: they are authorized before
     verb = ROUTES[name]
     routes = [route for route in _leaves(doors.web.app.routes) if route.name == name]  # type: ignore[attr-defined]
     assert routes

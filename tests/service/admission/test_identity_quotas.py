@@ -10,7 +10,7 @@ import pytest
 
 from weighbridge._core.striping import WHOLE, Striping
 from weighbridge.errors import ResourceExhausted, Unavailable
-from weighbridge_service.access.identities import EVERYBODY, Identity, Limits
+from weighbridge_service.access.identities import EVERYBODY, Identity, IdentityLimits
 from weighbridge_service.admission.identity_quotas import IdentityQuotas, Places, seconds_until_next
 from weighbridge_service.admission.rates import Bucket
 
@@ -28,7 +28,7 @@ class Clock:
 
 
 def somebody(name: str = "a", **limits: int) -> Identity:
-    return Identity(name, limits=Limits(**limits))
+    return Identity(name, limits=IdentityLimits(**limits))
 
 
 def test_a_bucket_holds_what_has_come_since_and_no_more_than_it_can() -> None:

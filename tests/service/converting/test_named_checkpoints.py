@@ -36,7 +36,7 @@ from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 from weighbridge_service.converting.conversions import ConvertOptions
 from weighbridge_service.converting.convert import convert_folder
 from weighbridge_service.converting.pushing import CheckpointToPush
-from weighbridge_service.models.library_models import Comparison, compared_by
+from weighbridge_service.models.library_models import LoaderComparison, compared_by
 
 RANKS = 4
 CONFIGS = {
@@ -524,7 +524,7 @@ def test_a_checkpoint_that_transformers_own_model_does_not_fit_is_not_converted(
     (tmp_path / "config").mkdir()
     (tmp_path / "config/config.json").write_text('{"model_type": "mistral"}')
     dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "saved", no_dist=True)
-    missing = Comparison("MistralForCausalLM", ("lm_head.weight",))
+    missing = LoaderComparison("MistralForCausalLM", ("lm_head.weight",))
     with (
         compared_by(lambda config, shapes: missing),
         pytest.raises(InvalidArgument, match="MistralForCausalLM") as told,
@@ -537,7 +537,7 @@ def test_a_checkpoint_is_imported_by_its_tensors_alone_if_that_is_asked_for(tmp_
     (tmp_path / "config").mkdir()
     (tmp_path / "config/config.json").write_text('{"model_type": "mistral"}')
     dcp.save({"model": {"w": torch.arange(2.0)}}, checkpoint_id=tmp_path / "saved", no_dist=True)
-    missing = Comparison("MistralForCausalLM", ("lm_head.weight",))
+    missing = LoaderComparison("MistralForCausalLM", ("lm_head.weight",))
     with running_service(tmp_path / "store") as running, compared_by(lambda config, shapes: missing):
         line = ["import", str(tmp_path / "saved"), "tests/part", "--config", str(tmp_path / "config")]
         line += ["--server", running.address, "--step", "0"]

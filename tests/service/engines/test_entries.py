@@ -9,7 +9,7 @@ import pytest
 from weighbridge._core.engines.facts import EngineReport
 from weighbridge_service.engines.entries import (
     MOST_KEPT,
-    Entry,
+    EngineEntry,
     Leases,
     Owner,
     RefView,
@@ -33,7 +33,7 @@ def ms(now_s: float) -> int:
     return round((now_s + 49_000) * 1000)
 
 
-def heard(now_s: float = 1000.0, **changes: object) -> Entry:
+def heard(now_s: float = 1000.0, **changes: object) -> EngineEntry:
     return after_report(None, OWNER, replace(REPORT, **changes), now_s, ms(now_s))  # type: ignore[arg-type]
 
 

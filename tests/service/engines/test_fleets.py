@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weighbridge._core.engines.facts import EngineReport
-from weighbridge_service.engines.entries import Entry, Leases, Owner, RefView, after_report
+from weighbridge_service.engines.entries import EngineEntry, Leases, Owner, RefView, after_report
 from weighbridge_service.engines.fleets import MOST_FLEETS, OTHER_MODELS, Fleet, fleets
 
 MODEL = "acme/smol"
@@ -14,16 +14,16 @@ NOW_S, NOW_MS = 10_000.0, 1_800_000_000_000
 REPORT = EngineReport("e", MODEL, "vllm", ref="latest", version=NAMED, state="serving", beat=1)
 
 
-def entry(number: int, age_s: float = 0.0, **changes: object) -> Entry:
+def entry(number: int, age_s: float = 0.0, **changes: object) -> EngineEntry:
     report = replace(REPORT, engine_id=f"e{number}", **changes)  # type: ignore[arg-type]
     return after_report(None, Owner(), report, NOW_S, NOW_MS, age_s=age_s)
 
 
-def view(each: Entry) -> RefView:
+def view(each: EngineEntry) -> RefView:
     return RefView(NAMED, max(NAMED - each.report.version, 0))
 
 
-def told(*entries: Entry) -> list[Fleet]:
+def told(*entries: EngineEntry) -> list[Fleet]:
     return fleets(entries, view, NOW_S, NOW_MS, Leases(5.0))
 
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from tests.service.fsck.damaged_stores import WEIGHTS, said
 from tests.support.small_stores import MODEL, spoil, version_folder
 from weighbridge._cli import commands
-from weighbridge._cli.resuming import Progress
+from weighbridge._cli.resuming import DoneLines
 from weighbridge.errors import Unavailable
 from weighbridge_service.fsck import contents
 from weighbridge_storage.stores.local import LocalStore
@@ -86,11 +86,11 @@ def test_what_was_compared_in_one_store_is_read_in_another_one(
     shutil.copytree(folder, other)
     spoil(version_folder(other, 3) / WEIGHTS)
 
-    def interrupted(_: Progress) -> None:
+    def interrupted(_: DoneLines) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Progress, "end", interrupted)
+        patch.setattr(DoneLines, "end", interrupted)
         CliRunner().invoke(commands, ["fsck", str(folder), "--digests", "--resume", str(resume)])
     assert MODEL in resume.read_text()
     code, model = compared(other, "--resume", str(resume))

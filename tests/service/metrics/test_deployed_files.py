@@ -16,7 +16,7 @@ import yaml
 from tests.service.metrics.alert_cases import BUILD, CASES
 from tests.support.promtool import promtool
 from weighbridge_service.metrics import declared
-from weighbridge_service.metrics.declared import Declared, Kind
+from weighbridge_service.metrics.declared import DeclaredMetric, Kind
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -75,7 +75,7 @@ def test_dashboard_and_alerts_ask_for_declared_metrics_and_labels_alone() -> Non
 
 
 def test_the_dashboard_shows_every_declared_metric_by_all_its_labels() -> None:
-    shown: dict[str, Declared] = {}
+    shown: dict[str, DeclaredMetric] = {}
     for target in targets():
         (name,) = NAME.findall(target["expr"])
         metric = shown[name] = SERIES[name]

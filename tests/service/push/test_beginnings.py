@@ -30,7 +30,7 @@ from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
 from weighbridge import TrainerClient
 from weighbridge._clients.calls import push_calls
-from weighbridge._clients.calls.steps import Call
+from weighbridge._clients.calls.steps import UnaryCall
 from weighbridge._clients.holding import policy
 from weighbridge._core.engines.facts import EngineReport
 from weighbridge.errors import DeadlineExceeded, InvalidArgument, Unavailable
@@ -250,7 +250,7 @@ def test_the_age_is_that_of_each_try_and_one_without_a_call_is_not_told(
     opening = pb.OpenVersionRequest(model=MODEL, step=3)
     steps = push_calls.open_version(opening, called=40.0)
     asked = next(steps)
-    assert isinstance(asked, Call)
+    assert isinstance(asked, UnaryCall)
     for now, age in ((40.0, 0.0), (41.5, 1.5), (70.0, 30.0)):
         monkeypatch.setattr(push_calls, "time", SimpleNamespace(monotonic=lambda now=now: now))
         said = pb.OpenVersionRequest.FromString(b"".join(asked.encoded))
@@ -258,7 +258,7 @@ def test_the_age_is_that_of_each_try_and_one_without_a_call_is_not_told(
     with pytest.raises(Unavailable):
         steps.throw(Unavailable("gone"))
     untold = next(push_calls.open_version(opening))
-    assert isinstance(untold, Call)
+    assert isinstance(untold, UnaryCall)
     assert pb.OpenVersionRequest.FromString(b"".join(untold.encoded)) == opening
 
 

@@ -56,7 +56,7 @@ from weighbridge_service.replicas.progress import (
 )
 from weighbridge_storage.cache.block_cache import BlockCache
 from weighbridge_storage.documents.names import ModelName, version_key
-from weighbridge_storage.memory.images import Hold
+from weighbridge_storage.memory.images import ImageHold
 from weighbridge_storage.stores.local import LocalStore
 from weighbridge_storage.stores.objects import ByteArray
 from weighbridge_storage.threads import ThreadPool
@@ -131,7 +131,7 @@ class Replica:
     def lost(self, replica: Home, error: VersionFailed) -> None:
         self.gone.append((replica, error))
 
-    def own_file(self, model: str, number: int, claim: str, file: str) -> tuple[ByteArray, Hold]:
+    def own_file(self, model: str, number: int, claim: str, file: str) -> tuple[ByteArray, ImageHold]:
         if (model, number, claim) != KEY or file not in self.files:
             raise NotFound(f"there is no image of {file} of {model}@{number}")
         if not self.final:
@@ -142,7 +142,7 @@ class Replica:
         def end() -> None:
             self.leases -= 1
 
-        return self.files[file], Hold(end)
+        return self.files[file], ImageHold(end)
 
     def take_over(self, sender: Home, version: HandedVersion, memory_wait: float, go_on: Callable[[], bool]) -> None:
         raise Unavailable(f"{version.key} of {sender} is not wanted")

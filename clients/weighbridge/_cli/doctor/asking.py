@@ -70,7 +70,7 @@ def reached_at(told: str, server: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpResponse:
     """A response.
 
     Attributes:
@@ -84,7 +84,7 @@ class Answer:
     said_s: float | None
 
 
-def ask(address: str, path: str, seconds: float, credentials: Credentials | None = None) -> Answer:
+def ask(address: str, path: str, seconds: float, credentials: Credentials | None = None) -> HttpResponse:
     """Request a path of a service over HTTP, and parse the JSON response.
 
     Args:
@@ -118,7 +118,7 @@ def ask(address: str, path: str, seconds: float, credentials: Credentials | None
     try:
         handlers = [] if tls is None else [urllib.request.HTTPSHandler(context=tls)]
         with opener(url, _NoRedirects(), *handlers).open(request, timeout=seconds) as response:
-            return Answer(json.loads(_read(response, url, until_s)), url, _date(response.headers.get("Date")))
+            return HttpResponse(json.loads(_read(response, url, until_s)), url, _date(response.headers.get("Date")))
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             raise PermissionDenied(

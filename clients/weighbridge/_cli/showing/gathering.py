@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
 from weighbridge._cli.doctor import asking
-from weighbridge._cli.showing.overview import MemoryUse, Place, Reading, unfinished
+from weighbridge._cli.showing.overview import MemoryUse, Place, ServiceState, unfinished
 from weighbridge._clients.calls import engine_calls, version_calls
 from weighbridge._clients.calls.operation_calls import ask, ask_all
 from weighbridge._clients.connection import Connection
@@ -57,7 +57,7 @@ class Gatherer:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._connection.close()
 
-    def read(self) -> Reading:
+    def read(self) -> ServiceState:
         """Read it now.
 
         Raises:
@@ -72,7 +72,7 @@ class Gatherer:
             models = run(ask_all(table.LIST_MODELS))
         names = [name for model in models for name in (model.name, training_of(model.name))]
         versions = [version for found in self._pool.map(self._versions, names) for version in found]
-        return Reading(
+        return ServiceState(
             at_s=time.monotonic(),
             time_ms=int(time.time() * 1000),
             models=tuple(models),

@@ -38,7 +38,7 @@ class MemoryUse(JsonValue):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ServiceState:
     """State of a service at one time.
 
     Attributes:
@@ -140,7 +140,7 @@ class Overview(JsonValue):
 
 
 def overview(
-    server: str, before: Reading | None, now: Reading, *, away_s: float = 0.0, away_reason: str = ""
+    server: str, before: ServiceState | None, now: ServiceState, *, away_s: float = 0.0, away_reason: str = ""
 ) -> Overview:
     """Create an overview from a reading, with rates since the previous one.
 
@@ -179,7 +179,7 @@ def _opened(version: Version) -> tuple[int, str, int]:
     return version.create_time_ms, version.model, version.number
 
 
-def _push(version: Version, before: Reading | None, now: Reading) -> Push:
+def _push(version: Version, before: ServiceState | None, now: ServiceState) -> Push:
     place = version.model, version.number
     seconds = now.at_s - before.at_s if before is not None else 0.0
     earlier = {(each.model, each.number): each.received_bytes for each in (before.versions if before else ())}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from weighbridge._cli.showing.gathering import Gatherer
-    from weighbridge._cli.showing.overview import Overview, Reading
+    from weighbridge._cli.showing.overview import Overview, ServiceState
 
 _SHARE = 0.25
 """Maximum fraction of time that is spent on reading a service: after a slow reading, the next one is delayed."""
@@ -75,7 +75,7 @@ def top_command(
             _live(console, gatherer, first, every)
 
 
-def _once(gatherer: Gatherer, first: Reading, every: float) -> Overview:
+def _once(gatherer: Gatherer, first: ServiceState, every: float) -> Overview:
     """One overview. If a version is being received, a second reading is made, so that the overview contains rates."""
     from weighbridge._cli.showing.overview import overview
 
@@ -96,7 +96,7 @@ def _print(console: Console, seen: Overview) -> None:
     print_drawn(console, draw(seen, console.width))
 
 
-def _live(console: Console, gatherer: Gatherer, first: Reading, every: float) -> None:
+def _live(console: Console, gatherer: Gatherer, first: ServiceState, every: float) -> None:
     from rich.live import Live
 
     from weighbridge._cli.showing.screen import draw
@@ -109,7 +109,7 @@ def _live(console: Console, gatherer: Gatherer, first: Reading, every: float) ->
             return
 
 
-def _seen(gatherer: Gatherer, first: Reading, every: float) -> Iterator[Overview]:
+def _seen(gatherer: Gatherer, first: ServiceState, every: float) -> Iterator[Overview]:
     """Overviews, one after another. While the service is unreachable, they repeat the last reading."""
     from weighbridge._cli.showing.gathering import AWAY
     from weighbridge._cli.showing.overview import overview

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weighbridge._clients.calls.known_layouts import KnownLayout, KnownLayouts, same_as
-from weighbridge._clients.calls.steps import Call, Steps, Work
+from weighbridge._clients.calls.steps import Steps, UnaryCall, Work
 from weighbridge._core import dtypes
 from weighbridge._core.layouts import Layout
 from weighbridge._core.references import Reference
@@ -91,7 +91,7 @@ def plan_pull(
         return what, known, encoded_parts(request)
 
     what, known, encoded = yield Work(encode)
-    raw = yield Call("/weighbridge.v1.WeightService/PlanPull", encoded)
+    raw = yield UnaryCall("/weighbridge.v1.WeightService/PlanPull", encoded)
 
     def plan() -> PullPlan:
         found = pb.PlanPullResponse.FromString(raw)

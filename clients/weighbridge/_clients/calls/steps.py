@@ -1,9 +1,9 @@
 """Steps of a call without I/O: the requests, and the handling of the responses.
 
-A generator yields steps and returns the result of the call. It yields a `Call` and receives the response or the error;
-it yields a `Pause`; or it yields `Work` and receives its result. `take` executes the steps in a thread that may block,
-and `weighbridge.aio` on an event loop, so that requests, paging and waiting are implemented once. (httpx implements its
-authentication flows in this way.)
+A generator yields steps and returns the result of the call. It yields a `UnaryCall` and receives the response or the
+error; it yields a `Pause`; or it yields `Work` and receives its result. `take` executes the steps in a thread that may
+block, and `weighbridge.aio` on an event loop, so that requests, paging and waiting are implemented once. (httpx
+implements its authentication flows in this way.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class UnaryCall:
     """A call with one response. It is safe to repeat.
 
     Attributes:
@@ -67,11 +67,11 @@ class Work:
     do: Callable[[], Any]
 
 
-Step: TypeAlias = Call | Pause | Work
+Step: TypeAlias = UnaryCall | Pause | Work
 Steps: TypeAlias = Generator[Step, Any, T]
 
 
-def take(steps: Steps[T], call: Callable[[Call], bytes]) -> T:
+def take(steps: Steps[T], call: Callable[[UnaryCall], bytes]) -> T:
     """Execute steps one after the other in this thread, and return their result.
 
     Args:
@@ -92,9 +92,9 @@ def take(steps: Steps[T], call: Callable[[Call], bytes]) -> T:
         return result
 
 
-def _take(step: Step, call: Callable[[Call], bytes]) -> Any:
+def _take(step: Step, call: Callable[[UnaryCall], bytes]) -> Any:
     match step:
-        case Call():
+        case UnaryCall():
             return call(step)
         case Pause(seconds):
             time.sleep(seconds)
@@ -111,5 +111,5 @@ def call_method(
     latest: Callable[[], Message] | None = None,
 ) -> Steps[Any]:
     """Call a method of the contract, and return its response as a message."""
-    raw = yield Call(f"/{service.full_name}/{name}", encoded_parts(request), seconds, latest)
+    raw = yield UnaryCall(f"/{service.full_name}/{name}", encoded_parts(request), seconds, latest)
     return GetMessageClass(service.methods_by_name[name].output_type).FromString(raw)

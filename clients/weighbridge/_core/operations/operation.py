@@ -76,7 +76,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
+class OperationEntry:
     """A call of the contract: its gRPC method, its HTTP route, and the permission that it needs.
 
     All calls may be repeated.
@@ -119,7 +119,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Operation(Entry, Generic[Answer]):
+class Operation(OperationEntry, Generic[Answer]):
     """A call for which all code except its body is derived. Its arguments are values.
 
     It returns one value, or a list, whole or in pages.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weighbridge._core.operations.operation import LONG_SECONDS, Entry, Of, Operation, Parameter
+from weighbridge._core.operations.operation import LONG_SECONDS, Of, Operation, OperationEntry, Parameter
 from weighbridge._core.operations.verbs import Verb
 from weighbridge._core.reports.collection import Collection
 from weighbridge._core.reports.usage import Usage
@@ -46,16 +46,16 @@ _REASONS = Parameter(
     (),
 )
 
-OPEN_VERSION = Entry("CheckpointService.OpenVersion", Verb.PUSH, Of.MODEL)
-DECLARE_LAYOUT = Entry("CheckpointService.DeclareLayout", Verb.PUSH, Of.NUMBER)
-PUSH = Entry("CheckpointService.Push", Verb.PUSH, Of.HEADER)
-GET_PUSH_STATE = Entry("CheckpointService.GetPushState", Verb.PUSH, Of.NUMBER)
-SEAL_RANK = Entry("CheckpointService.SealRank", Verb.PUSH, Of.NUMBER)
-ABORT_VERSION = Entry("CheckpointService.AbortVersion", Verb.PUSH, Of.NUMBER)
-RESTORE = Entry("CheckpointService.Restore", Verb.PULL, Of.VERSION)
-DESCRIBE_SHARDS = Entry("CheckpointService.DescribeShards", Verb.LOOK, Of.MODEL)
+OPEN_VERSION = OperationEntry("CheckpointService.OpenVersion", Verb.PUSH, Of.MODEL)
+DECLARE_LAYOUT = OperationEntry("CheckpointService.DeclareLayout", Verb.PUSH, Of.NUMBER)
+PUSH = OperationEntry("CheckpointService.Push", Verb.PUSH, Of.HEADER)
+GET_PUSH_STATE = OperationEntry("CheckpointService.GetPushState", Verb.PUSH, Of.NUMBER)
+SEAL_RANK = OperationEntry("CheckpointService.SealRank", Verb.PUSH, Of.NUMBER)
+ABORT_VERSION = OperationEntry("CheckpointService.AbortVersion", Verb.PUSH, Of.NUMBER)
+RESTORE = OperationEntry("CheckpointService.Restore", Verb.PULL, Of.VERSION)
+DESCRIBE_SHARDS = OperationEntry("CheckpointService.DescribeShards", Verb.LOOK, Of.MODEL)
 
-REGISTER_MODEL = Entry("ModelService.RegisterModel", Verb.PUSH, Of.MODEL)
+REGISTER_MODEL = OperationEntry("ModelService.RegisterModel", Verb.PUSH, Of.MODEL)
 GET_MODEL = Operation(
     "ModelService.GetModel",
     Verb.LOOK,
@@ -84,8 +84,10 @@ LIST_MODELS = Operation(
         "['acme/smol']",
     ),
 )
-GET_MODEL_FILES = Entry("ModelService.GetModelFiles", Verb.LOOK, Of.VERSION)
-GET_VERSION = Entry("ModelService.GetVersion", Verb.LOOK, Of.VERSION, http="GET /v1/models/{model}/versions/{version}")
+GET_MODEL_FILES = OperationEntry("ModelService.GetModelFiles", Verb.LOOK, Of.VERSION)
+GET_VERSION = OperationEntry(
+    "ModelService.GetVersion", Verb.LOOK, Of.VERSION, http="GET /v1/models/{model}/versions/{version}"
+)
 LIST_VERSIONS = Operation(
     "ModelService.ListVersions",
     Verb.LOOK,
@@ -107,7 +109,7 @@ LIST_VERSIONS = Operation(
     http="GET /v1/models/{model}/versions",
     text="A model's versions, newest first.",
 )
-WATCH_REFS = Entry("ModelService.WatchRefs", Verb.LOOK, Of.REFS)
+WATCH_REFS = OperationEntry("ModelService.WatchRefs", Verb.LOOK, Of.REFS)
 SET_REF = Operation(
     "ModelService.SetRef",
     Verb.TAG,
@@ -258,15 +260,15 @@ VERIFY_VERSION = Operation(
         "(24, ())",
     ),
 )
-READ_MANIFEST = Entry("ModelService.ReadManifest", Verb.LOOK, Of.NUMBER)
-GET_SIGNATURES = Entry(
+READ_MANIFEST = OperationEntry("ModelService.ReadManifest", Verb.LOOK, Of.NUMBER)
+GET_SIGNATURES = OperationEntry(
     "ModelService.GetSignatures",
     Verb.LOOK,
     Of.VERSION,
     http="GET /v1/models/{model}/versions/{version}/signatures",
     route="list_signatures",
 )
-ADD_SIGNATURE = Entry(
+ADD_SIGNATURE = OperationEntry(
     "ModelService.AddSignature",
     Verb.SIGN,
     Of.NUMBER,
@@ -385,7 +387,7 @@ DELETE_VERSION = Operation(
         "acme/smol@1 (retired, step 100)",
     ),
 )
-DELETE_MODEL = Entry(
+DELETE_MODEL = OperationEntry(
     "ModelService.DeleteModel",
     Verb.MANAGE,
     Of.MODEL,
@@ -443,16 +445,18 @@ GET_USAGE = Operation(
     more="Includes those of namespaces that the caller may look at.",
 )
 
-PLAN_PULL = Entry("WeightService.PlanPull", Verb.PULL, Of.VERSION)
-PULL = Entry("WeightService.Pull", Verb.PULL, Of.VERSION)
-REPORT_ENGINE = Entry("EngineService.ReportEngine", Verb.PULL, Of.REPORT)
-LIST_ENGINES = Entry("EngineService.ListEngines", Verb.LOOK, Of.MODEL, http="GET /v1/engines")
-GET_TICKET = Entry("BulkService.GetTicket", Verb.LOOK, Of.NOTHING)
-GET_LOCAL_LANE = Entry("LocalLaneService.GetLocalLane", Verb.LOOK, Of.NOTHING)
-EXCHANGE = Entry("ReplicaService.Exchange", Verb.REPLICATE, Of.NOTHING)
-READ_FILE = Entry("ReplicaService.ReadFile", Verb.REPLICATE, Of.NUMBER)
-TAKE_OVER = Entry("ReplicaService.TakeOver", Verb.REPLICATE, Of.MODEL)
+PLAN_PULL = OperationEntry("WeightService.PlanPull", Verb.PULL, Of.VERSION)
+PULL = OperationEntry("WeightService.Pull", Verb.PULL, Of.VERSION)
+REPORT_ENGINE = OperationEntry("EngineService.ReportEngine", Verb.PULL, Of.REPORT)
+LIST_ENGINES = OperationEntry("EngineService.ListEngines", Verb.LOOK, Of.MODEL, http="GET /v1/engines")
+GET_TICKET = OperationEntry("BulkService.GetTicket", Verb.LOOK, Of.NOTHING)
+GET_LOCAL_LANE = OperationEntry("LocalLaneService.GetLocalLane", Verb.LOOK, Of.NOTHING)
+EXCHANGE = OperationEntry("ReplicaService.Exchange", Verb.REPLICATE, Of.NOTHING)
+READ_FILE = OperationEntry("ReplicaService.ReadFile", Verb.REPLICATE, Of.NUMBER)
+TAKE_OVER = OperationEntry("ReplicaService.TakeOver", Verb.REPLICATE, Of.MODEL)
 
-ENTRIES: tuple[Entry, ...] = tuple(each for each in dict(globals()).values() if isinstance(each, Entry))
+ENTRIES: tuple[OperationEntry, ...] = tuple(
+    each for each in dict(globals()).values() if isinstance(each, OperationEntry)
+)
 OPERATIONS: tuple[Operation[Any], ...] = tuple(each for each in ENTRIES if isinstance(each, Operation))
 """The operations for which all code except the body is derived."""

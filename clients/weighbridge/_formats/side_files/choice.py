@@ -36,7 +36,7 @@ _TRAINING = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundFile:
     """A file in a folder.
 
     Attributes:
@@ -74,7 +74,7 @@ def holds_weights(names: Iterable[str]) -> bool:
     return any(_WEIGHTS.search(name.lower()) for name in names)
 
 
-def choose(found: Iterable[Found], most_bytes: int = MAX_BYTES) -> Choice:
+def choose(found: Iterable[FoundFile], most_bytes: int = MAX_BYTES) -> Choice:
     """Select the files of a folder, other than weights, that belong to the model.
 
     A subfolder that contains weights is excluded as a whole: ``checkpoint-500``, ``onnx``, ``original``. Files that no
@@ -91,7 +91,7 @@ def choose(found: Iterable[Found], most_bytes: int = MAX_BYTES) -> Choice:
         of_folder.setdefault(folder + slash, []).append(name)
     apart = {folder for folder, names in of_folder.items() if folder and holds_weights(names)}.union(_LOGS)
     left_out: dict[str, str] = {}
-    kept: list[Found] = []
+    kept: list[FoundFile] = []
     for each in files:
         inside = next((folder for folder in _folders(each.name) if folder in apart), None)
         if inside is not None:

@@ -12,7 +12,7 @@ from weighbridge._core.file_names import ADAPTER_CONFIG, MOST_LEVELS
 from weighbridge._core.text.shortening import readable
 from weighbridge._core.text.sizes import readable_size
 from weighbridge._formats.naming.weight_files import IMPORT_ADAPTER, MERGE_ADAPTER
-from weighbridge._formats.side_files.choice import Found, choose, is_passed_over
+from weighbridge._formats.side_files.choice import FoundFile, choose, is_passed_over
 from weighbridge._formats.side_files.regular import fault_of, read_regular
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound, WeighbridgeError
 
@@ -86,7 +86,7 @@ class SideFiles:
             log.warning("%s: %d more of %s are left out", model, len(self.left_out) - _NAMED, folder)
 
 
-def _check_size(folder: Path, files: Sequence[Found]) -> None:
+def _check_size(folder: Path, files: Sequence[FoundFile]) -> None:
     total = sum(each.nbytes for each in files)
     if total > _MOST_BYTES:
         largest = max(files, key=lambda each: each.nbytes)
@@ -108,9 +108,9 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         ) from error
 
 
-def _files_of(folder: Path) -> tuple[list[Found], dict[str, str]]:
+def _files_of(folder: Path) -> tuple[list[FoundFile], dict[str, str]]:
     """All regular, visible files in a folder, and the reasons why others were excluded."""
-    found: list[Found] = []
+    found: list[FoundFile] = []
     elsewhere: dict[str, str] = {}
     waiting = [""]
     while waiting:
@@ -131,7 +131,7 @@ def _files_of(folder: Path) -> tuple[list[Found], dict[str, str]]:
                 )
             fault = fault_of(Path(entry.path), folder)
             if fault is None:
-                found.append(Found(name, entry.stat().st_size))
+                found.append(FoundFile(name, entry.stat().st_size))
             else:
                 elsewhere[name] = "it is a link to a folder" if os.path.isdir(entry.path) else _REASONS[type(fault)]
     return found, elsewhere

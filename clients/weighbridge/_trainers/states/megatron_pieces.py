@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from weighbridge._core.boxes import Box
-from weighbridge._formats.flat_ranges import Part, StridedView, parts_of_range
-from weighbridge._formats.megatron_state import Entry, built_shards
+from weighbridge._formats.flat_ranges import RangePart, StridedView, parts_of_range
+from weighbridge._formats.megatron_state import ShardedEntry, built_shards
 from weighbridge.errors import LayoutError
 
 
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     offset: tuple[int, ...]
     view: StridedView
 
-    def parts(self, first: int, size: int) -> Iterator[tuple[Box, Part]]:
+    def parts(self, first: int, size: int) -> Iterator[tuple[Box, RangePart]]:
         """Yield the boxes of the tensor that a range of the parameter's elements holds, each with the part of the
         range.
 
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
             yield moved.under(leading), part
 
 
-def pieces_of(entry: Entry) -> list[Piece]:
+def pieces_of(entry: ShardedEntry) -> list[Piece]:
     """Return the pieces of a parameter.
 
     Raises:

@@ -18,8 +18,8 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted, first_lines
-from weighbridge._formats.flat_ranges import Part
-from weighbridge._formats.megatron_state import Entry, ShardedTensors, is_main
+from weighbridge._formats.flat_ranges import RangePart
+from weighbridge._formats.megatron_state import ShardedEntry, ShardedTensors, is_main
 from weighbridge._formats.misfits import Misfit, told
 from weighbridge._trainers.states.megatron_optimizer import RankOptimizer, rank_optimizers
 from weighbridge._trainers.states.megatron_pieces import Piece, pieces_of
@@ -162,7 +162,7 @@ class _Held:
         alike: list[bool] = []
         for optimizer in optimizers:
             _check_known(optimizer, of_parameter)
-            parts: dict[int, list[tuple[Piece, Box, Part]]] = {}
+            parts: dict[int, list[tuple[Piece, Box, RangePart]]] = {}
             for state in optimizer.states():
                 entry = of_parameter[id(state.parameter)]
                 # all states of a parameter have the same elements
@@ -232,7 +232,7 @@ def _check_trainer(stored: StoredState) -> None:
         )
 
 
-def _check_known(optimizer: RankOptimizer, of_parameter: Mapping[int, Entry]) -> None:
+def _check_known(optimizer: RankOptimizer, of_parameter: Mapping[int, ShardedEntry]) -> None:
     unknown = [each for each in optimizer.parameters() if id(each) not in of_parameter]
     if unknown:
         raise LayoutError(

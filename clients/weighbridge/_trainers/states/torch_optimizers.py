@@ -33,7 +33,7 @@ Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class StatePart:
     """Boxes of a tensor of the optimizer's state: its spec, and each box with a tensor of the box's shape."""
 
     spec: TensorSpec
@@ -191,7 +191,7 @@ class OptimizerFit:
 
     problems: list[str]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    parts: list[Part] = field(default_factory=list)
+    parts: list[StatePart] = field(default_factory=list)
     states: list[tuple[torch.optim.Optimizer, torch.Tensor, Mapping[Path, Any]]] = field(default_factory=list)
     options: list[tuple[dict[str, Any], Mapping[str, Any]]] = field(default_factory=list)
 

@@ -24,7 +24,7 @@ from weighbridge._trainers.states.torch_optimizers import (
     PARAMS,
     Groups,
     OptimizerFit,
-    Part,
+    StatePart,
     kind_of,
     own_options,
 )
@@ -40,7 +40,7 @@ _STAGES_1_AND_2 = "DeepSpeedZeroOptimizer"
 
 
 @dataclass(frozen=True)
-class Range:
+class FlatRange:
     """Elements of a parameter in a flat tensor.
 
     Attributes:
@@ -81,7 +81,7 @@ class Flat:
 
     tensor: torch.Tensor
     group: int
-    ranges: tuple[Range, ...]
+    ranges: tuple[FlatRange, ...]
     copied: bool
 
 
@@ -275,9 +275,9 @@ def _fitted(
         if key != _MASTER:
             into = made[key,] = _target(flat.tensor, there.get(key), first, scalar=scalar)
         if scalar:  # the same for all parameters
-            fit.parts.append(Part(first, [(Box((), ()), into)]))
+            fit.parts.append(StatePart(first, [(Box((), ()), into)]))
         else:
-            fit.parts.extend(Part(spec, each.boxes(into)) for each, spec in of)
+            fit.parts.extend(StatePart(spec, each.boxes(into)) for each, spec in of)
     return made
 
 
@@ -295,7 +295,7 @@ def _stage_3(optimizer: Any, names: Mapping[torch.Tensor, str]) -> Iterator[Flat
         for parameter in members:
             size = parameter.ds_tensor.ds_numel
             first = zero3.partition_rank(parameter) * size
-            ranges.append(Range(names[parameter], tuple(parameter.ds_shape), first, at, size))
+            ranges.append(FlatRange(names[parameter], tuple(parameter.ds_shape), first, at, size))
             at += size
         of_parameters = optimizer.fp16_partitioned_groups_flat[index]
         copied = of_parameters is None or of_parameters.data_ptr() != tensor.data_ptr()
@@ -313,7 +313,7 @@ def _stages_1_and_2(optimizer: Any, names: Mapping[torch.Tensor, str]) -> Iterat
             low = max(offset, begin)
             size = max(min(offset + parameter.numel(), begin + tensor.numel()) - low, 0)
             first, at = (low - offset, low - begin) if size else (0, 0)
-            ranges.append(Range(names[parameter], tuple(parameter.shape), first, at, size))
+            ranges.append(FlatRange(names[parameter], tuple(parameter.shape), first, at, size))
         yield Flat(tensor, index, tuple(ranges), copied=True)
 
 

@@ -33,7 +33,7 @@ from weighbridge._trainers.torch_dist.metadata import (
     COMMON_FILE,
     CONFIG_FILE,
     METADATA_FILE,
-    Entries,
+    CheckpointEntries,
     Item,
     KeyPath,
     read_entries,
@@ -231,7 +231,7 @@ def open_file(folder: Path, name: str) -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
-def _find_chunks(folder: Path, entries: Entries) -> tuple[list[int], dict[str, int]]:
+def _find_chunks(folder: Path, entries: CheckpointEntries) -> tuple[list[int], dict[str, int]]:
     """Return the offset of each chunk's raw bytes in its file, and the size of each file."""
     offsets = [0] * len(entries.chunks)
     sizes: dict[str, int] = {}

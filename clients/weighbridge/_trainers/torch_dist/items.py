@@ -19,7 +19,7 @@ from weighbridge._core.dtypes import DTYPES, DType
 from weighbridge._core.layouts import MAX_RANK
 from weighbridge._trainers.torch_dist.archives import Archive
 from weighbridge._trainers.torch_dist.names import KNOWN, STORAGES
-from weighbridge._trainers.torch_dist.pickles import Instance, Named, Persistent, are_sizes, read_pickle
+from weighbridge._trainers.torch_dist.pickles import Instance, Persistent, PickledName, are_sizes, read_pickle
 from weighbridge.errors import DataLoss
 
 ALIGNMENT = 64
@@ -34,7 +34,7 @@ _UNTYPED = "torch.storage.UntypedStorage"
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class ArchivedTensor:
     """A tensor in an archive: torch's name of its dtype, its shape, and the offset of its first byte in the archive."""
 
     dtype: str
@@ -79,14 +79,14 @@ def described(call: object) -> DescribedTensor:
         raise DataLoss("its pickle describes a tensor with a conjugate or negative bit, or of an unknown kind")
     storage, first, shape, stride = call.args[:4]
     match storage:
-        case Persistent(key=("storage", Named(name=kind), str(key), str(), int(elements))):
+        case Persistent(key=("storage", PickledName(name=kind), str(key), str(), int(elements))):
             pass
         case _:
             raise DataLoss("its pickle has no storage")
     if not key.isascii():
         raise DataLoss("its storage has a name that torch does not use")
     dtype = STORAGES.get(kind)
-    if call.kind == _V3 and type(call.args[6]) is Named:
+    if call.kind == _V3 and type(call.args[6]) is PickledName:
         dtype = call.args[6].name.removeprefix("torch.")
     if dtype not in _ITEMSIZES:
         raise DataLoss(f"its storage is a {kind} of {dtype or 'unknown elements'}, which is not supported")
@@ -102,14 +102,14 @@ def described(call: object) -> DescribedTensor:
     return DescribedTensor(dtype, shape, key, first * itemsize, storage_nbytes)
 
 
-def located(found: DescribedTensor, archive: Archive) -> StoredTensor:
+def located(found: DescribedTensor, archive: Archive) -> ArchivedTensor:
     """Find a tensor's bytes in the archive whose pickle describes it. Raises DataLoss if its storage is missing or
     differs from the description.
     """
     begin, end = archive.record(b"data/" + found.key.encode())
     if end - begin != found.storage_nbytes:
         raise DataLoss(f"its storage has {end - begin} bytes, but its pickle declares {found.storage_nbytes}")
-    return StoredTensor(found.dtype, found.shape, begin + found.begin)
+    return ArchivedTensor(found.dtype, found.shape, begin + found.begin)
 
 
 def _check_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
@@ -135,7 +135,7 @@ class Framing:
     tail: bytes
 
 
-def find_tensor(fd: int, offset: int, length: int) -> StoredTensor:
+def find_tensor(fd: int, offset: int, length: int) -> ArchivedTensor:
     """Find the raw bytes of the one tensor in an archive. Only the archive's directory and its pickle are read.
 
     Args:

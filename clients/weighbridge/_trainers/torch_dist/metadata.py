@@ -28,7 +28,7 @@ from weighbridge._core.text.shortening import shown
 from weighbridge._trainers.torch_dist.names import KNOWN
 from weighbridge._trainers.torch_dist.pickles import (
     Instance,
-    Named,
+    PickledName,
     are_sizes,
     read_pickle,
 )
@@ -66,7 +66,7 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class Entries:
+class CheckpointEntries:
     """Entries of a checkpoint.
 
     Attributes:
@@ -83,7 +83,7 @@ class Entries:
     paths: Mapping[str, KeyPath]
 
 
-def read_entries(data: bytes) -> Entries:
+def read_entries(data: bytes) -> CheckpointEntries:
     """Read ``.metadata`` without executing code from it.
 
     Raises:
@@ -124,7 +124,7 @@ def read_entries(data: bytes) -> Entries:
             if isinstance(item, str):
                 raise DataLoss(f"{METADATA_FILE} stores {spec} {box} in a way that cannot be read: {item}")
             chunks.append((Shard(name, box), item))
-    return Entries(tensors, chunks, others, _read_paths(metadata.state.get("planner_data"), entries))
+    return CheckpointEntries(tensors, chunks, others, _read_paths(metadata.state.get("planner_data"), entries))
 
 
 def _read_paths(paths: Any, entries: Mapping[str, Any]) -> dict[str, KeyPath]:
@@ -193,7 +193,7 @@ def _outside(file: str) -> str:
 def _read_tensor(name: str, entry: Any) -> tuple[TensorSpec, list[Box]]:
     properties, size, chunks = _instance(entry, _TENSOR).fields("properties", "size", "chunks")
     state = _instance(properties, *_PROPERTIES).state
-    if type(state) is not tuple or not state or type(state[0]) is not Named:
+    if type(state) is not tuple or not state or type(state[0]) is not PickledName:
         raise DataLoss(f"{METADATA_FILE} does not contain the dtype of {shown(name)}")
     if not are_sizes(size) or type(chunks) is not list:
         raise DataLoss(f"{METADATA_FILE} does not contain the shape of {shown(name)}, or its chunks")

@@ -36,7 +36,7 @@ _FSDP1 = (
 
 
 @dataclass(frozen=True)
-class RankOptimizer:
+class CheckpointOptimizer:
     """The optimizer of a checkpoint.
 
     Attributes:
@@ -50,7 +50,7 @@ class RankOptimizer:
     groups: Sequence[Mapping[str, Any]]
 
 
-def read_optimizer(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> RankOptimizer | None:
+def read_optimizer(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> CheckpointOptimizer | None:
     """Find the state of an untrusted optimizer without reading tensors; None if the folder does not contain files of an
     optimizer.
 
@@ -91,7 +91,7 @@ def read_optimizer(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> R
             }
             if found:
                 numbers[names[index]] = found
-        return RankOptimizer(checkpoint, numbers, _groups(root.get("param_groups"), names))
+        return CheckpointOptimizer(checkpoint, numbers, _groups(root.get("param_groups"), names))
 
 
 def read_scheduler(folder: Path) -> dict[str, Any] | None:

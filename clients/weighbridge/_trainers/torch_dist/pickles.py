@@ -2,7 +2,7 @@
 
 A pickle is a program for a small stack machine. `read_pickle` is such a machine for the part of the language that
 torch's checkpoint files use (protocols 2 to 5; Python's `pickletools` reads the opcodes). In it a class is only a name,
-`Named`, and the result of its constructor is an `Instance` that contains the arguments. Python's own
+`PickledName`, and the result of its constructor is an `Instance` that contains the arguments. Python's own
 ``pickle.Unpickler`` with a restricted ``find_class`` would still let a file of ten bytes allocate gigabytes (a memo
 index is an array index there) and hash nested tuples forever. Here the work is limited by the length of the file.
 """
@@ -54,7 +54,7 @@ SIZE = "torch.Size"
 GETATTR = ("__builtin__.getattr", "builtins.getattr")
 
 
-class Named:
+class PickledName:
     """Name of a class, a function or a constant in a pickle, which is not resolved."""
 
     __slots__ = ("name",)
@@ -95,9 +95,9 @@ class Persistent:
         self.key = key
 
 
-def allow(*names: str) -> Mapping[str, Named]:
+def allow(*names: str) -> Mapping[str, PickledName]:
     """Return the names that a pickle may contain, each as ``module.name``, including those of plain containers."""
-    return {name: Named(name) for name in (*names, *_CONTAINERS, SIZE)}
+    return {name: PickledName(name) for name in (*names, *_CONTAINERS, SIZE)}
 
 
 def are_sizes(values: Any) -> bool:
@@ -105,10 +105,10 @@ def are_sizes(values: Any) -> bool:
     return type(values) is tuple and all(type(n) is int and 0 <= n < 1 << 50 for n in values)
 
 
-def read_pickle(data: bytes, allowed: Mapping[str, Named] | None, what: str) -> Any:
+def read_pickle(data: bytes, allowed: Mapping[str, PickledName] | None, what: str) -> Any:
     """Return the value that a pickle describes.
 
-    It consists of plain containers, numbers, strings, `Named`, `Instance` and `Persistent`.
+    It consists of plain containers, numbers, strings, `PickledName`, `Instance` and `Persistent`.
 
     Args:
         data: the pickle.
@@ -127,7 +127,7 @@ def read_pickle(data: bytes, allowed: Mapping[str, Named] | None, what: str) -> 
 class _Machine:
     """One run of the stack machine."""
 
-    def __init__(self, data: bytes, allowed: Mapping[str, Named] | None, what: str) -> None:
+    def __init__(self, data: bytes, allowed: Mapping[str, PickledName] | None, what: str) -> None:
         self._data = data
         self._allowed = allowed
         self._what = what
@@ -211,11 +211,11 @@ class _Machine:
             return self._global(_name(owner), attribute)
         return _reduce(name, args)
 
-    def _global(self, module: Any, name: Any) -> Named:
+    def _global(self, module: Any, name: Any) -> PickledName:
         if type(module) is not str or type(name) is not str:
             raise TypeError("the name of a class is not a string")
         full = f"{module}.{name}"
-        found = Named(full) if self._allowed is None else self._allowed.get(full)
+        found = PickledName(full) if self._allowed is None else self._allowed.get(full)
         if found is None:
             full = full.encode("ascii", "backslashreplace").decode()[:200]
             raise DataLoss(
@@ -234,7 +234,7 @@ def _put(memo: list[Any], index: int, value: Any) -> None:
 
 
 def _name(value: Any) -> str:
-    if type(value) is not Named:
+    if type(value) is not PickledName:
         raise TypeError("a value is called that is not a class")
     return value.name
 
@@ -263,7 +263,7 @@ def _key(key: Any) -> Any:
     """
     kind = type(key)
     # An Instance is equal only to itself, so readers of a mapping with such keys check for duplicates themselves.
-    if kind is str or kind is Instance or kind is Named or _is_small(key):
+    if kind is str or kind is Instance or kind is PickledName or _is_small(key):
         return key
     if kind is tuple and all(type(part) is str or _is_small(part) for part in key):
         return key

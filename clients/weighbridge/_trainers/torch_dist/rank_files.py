@@ -34,7 +34,7 @@ from weighbridge._trainers.torch_dist.items import (
     located,
 )
 from weighbridge._trainers.torch_dist.names import KNOWN
-from weighbridge._trainers.torch_dist.pickles import Instance, Named, are_sizes, read_pickle
+from weighbridge._trainers.torch_dist.pickles import Instance, PickledName, are_sizes, read_pickle
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 
 _FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,7})_rank_(\d{1,7})\.pt")
@@ -199,7 +199,7 @@ def is_dtensor(value: Any) -> bool:
     if type(value) is not Instance or value.kind != _FROM_TYPE:
         return False
     kind = _items(value.args, 2)[1]
-    return type(kind) is Named and kind.name.endswith(".DTensor")
+    return type(kind) is PickledName and kind.name.endswith(".DTensor")
 
 
 def _mapping(root: Any) -> Mapping[str, Any]:
@@ -264,10 +264,10 @@ def _tensor(name: str, value: Any, most: _Most) -> tuple[TensorSpec, Sequence[_P
         whole = described(value)
         return _spec(name, whole.dtype, whole.shape), [_Piece(Box.whole(whole.shape), whole, 0)]
     make, kind, made_of, state = _items(value.args, 4)
-    if type(make) is not Named or make.name != _WRAPPER or type(kind) is not Named:
+    if type(make) is not PickledName or make.name != _WRAPPER or type(kind) is not PickledName:
         raise DataLoss("it is a tensor of an unknown class")
     dtype, shape = _items(made_of, 3)[1:3]
-    if type(dtype) is not Named or not are_sizes(shape):
+    if type(dtype) is not PickledName or not are_sizes(shape):
         raise DataLoss("it does not contain its dtype and shape")
     spec = _spec(name, dtype.name.removeprefix("torch."), shape)
     if not spec.nbytes:

@@ -22,7 +22,7 @@ _LONGEST_SECONDS = 7200.0
 
 
 @dataclass(frozen=True)
-class Settings(UpdateSettings):
+class ActorSettings(UpdateSettings):
     """Settings of an actor.
 
     The folder is AReaL's ``actor.path``, or the name of one on the Hub whose files this machine has.
@@ -35,7 +35,7 @@ class Settings(UpdateSettings):
     timeout_seconds: float = _TIMEOUT_SECONDS
 
     @staticmethod
-    def of(config: Any, environment: Mapping[str, str] = os.environ) -> Settings:
+    def of(config: Any, environment: Mapping[str, str] = os.environ) -> ActorSettings:
         """Settings of an actor.
 
         Args:
@@ -59,7 +59,7 @@ class Settings(UpdateSettings):
             )
         run = f"{config.experiment_name}/{config.trial_name}"
         timeout = _timeout(environment.get(TIMEOUT))
-        return Settings(**said, run=run, hf_dir=config.path, timeout_seconds=timeout)
+        return ActorSettings(**said, run=run, hf_dir=config.path, timeout_seconds=timeout)
 
     def hand_on(self, environment: MutableMapping[str, str]) -> None:
         """Add these settings to the environment of a worker, except for variables that are already set."""

@@ -9,7 +9,7 @@ from areal.trainer.rl_trainer import PPOTrainer
 from areal.utils.environ import is_single_controller
 
 from weighbridge.errors import InvalidArgument
-from weighbridge.integrations.areal.settings import Settings
+from weighbridge.integrations.areal.settings import ActorSettings
 
 _ACTORS = {"fsdp": ("fsdp", "WeighbridgeFSDPActor"), "megatron": ("megatron", "WeighbridgeMegatronActor")}
 """Module and class for each of AReaL's backend names."""
@@ -26,7 +26,7 @@ class WeighbridgePPOTrainer(PPOTrainer):  # type: ignore[misc]  # AReaL is seen 
         """
         if actor_config is not self.config.actor:
             return super()._create_train_engine(actor_config, alloc)
-        settings = Settings.of(actor_config)
+        settings = ActorSettings.of(actor_config)
         actor_class = actor_of(alloc.backend)
         if is_single_controller():
             for spec in actor_config.scheduling_spec:

@@ -25,10 +25,10 @@ from weighbridge._clients.push_handle import PushHandle
 from weighbridge._core.resources import VersionState
 from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound
-from weighbridge.integrations.areal.settings import TIMEOUT, Settings
+from weighbridge.integrations.areal.settings import TIMEOUT, ActorSettings
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, RanksFailed, agree, exchange
 from weighbridge.integrations.pausing import paused
-from weighbridge.integrations.weight_updates import Update
+from weighbridge.integrations.weight_updates import WeightUpdate
 
 _MARK_SECONDS = 120
 """Lifetime of the mark that a folder is complete. AReaL's engines wait for the mark equally long."""
@@ -107,8 +107,8 @@ class UpdatesByWeighbridge:
         """Push this rank's shards; ``said`` contains the arguments common to all push methods."""
 
     @cached_property
-    def _settings(self: Any) -> Settings:
-        return Settings.of(self.config)
+    def _settings(self: Any) -> ActorSettings:
+        return ActorSettings.of(self.config)
 
     @cached_property
     def _client(self) -> TrainerClient:
@@ -129,7 +129,7 @@ class UpdatesByWeighbridge:
             else:
                 with suppress(NotFound):  # rank 0 is registering it
                     client.model(settings.model)
-        return Update.new().ticket
+        return WeightUpdate.new().ticket
 
     def _push(self: Any, ranks: ProcessGroup, request_id: str, meta: Any) -> int:
         with self._offload_aware_context():

@@ -271,7 +271,9 @@ class Preparation:
         except (WeighbridgeError, RuntimeError) as error:  # from torch: staged data is always compared
             log.warning("%s is not staged while it arrives: %s", self.label, error)
 
-    def _incoming(self, engine: EngineModel, client: EngineClient, early: lazy.EarlyStaging | None) -> lazy.Incoming:
+    def _incoming(
+        self, engine: EngineModel, client: EngineClient, early: lazy.EarlyStaging | None
+    ) -> lazy.IncomingSlices:
         """The incoming version, once checks show that the engine can load it."""
         recorded, recording = self.recorded, self.recorded.recording
         if early is not None and self._ready is not None and not recording.unrecorded:

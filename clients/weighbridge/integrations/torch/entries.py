@@ -17,7 +17,7 @@ from weighbridge._core.layouts import Layout, Shard
 from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge._formats.dtensors import local_shards, local_tensor
-from weighbridge._formats.memory_forms import Form, Part, TensorForms
+from weighbridge._formats.memory_forms import Form, FormPart, TensorForms
 from weighbridge._formats.misfits import common_prefix
 from weighbridge._formats.naming.parameter_names import check_merged
 from weighbridge._formats.torch_state import (
@@ -80,7 +80,7 @@ class PlannedShards:
     """
 
     layout: Layout
-    sources: tuple[tuple[WriteItem, Part], ...]
+    sources: tuple[tuple[WriteItem, FormPart], ...]
     copies: tuple[str, ...]
 
 
@@ -101,7 +101,7 @@ def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> P
         [item.index.fqn for item in items],
         "save what is merged: dict(weighbridge.integrations.peft.merged_weights(model)): docs/recipes/lora.md",
     )
-    found: list[tuple[WriteItem, Part]] = []
+    found: list[tuple[WriteItem, FormPart]] = []
     copies: list[str] = []
     problems: dict[str, None] = {}
     others: defaultdict[str, list[str]] = defaultdict(list)

@@ -13,7 +13,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl.utils.device import get_device_id, get_device_name
 
 from weighbridge.errors import FailedPrecondition, InvalidArgument
-from weighbridge.integrations.weight_updates import PluginSettings, Update, UpdateWorker, WorkerSettings
+from weighbridge.integrations.weight_updates import PluginSettings, UpdateWorker, WeightUpdate, WorkerSettings
 
 NAME = "weighbridge"
 """Name of the backend."""
@@ -22,7 +22,7 @@ VERSION = "weighbridge/version"
 
 
 @dataclass(frozen=True)
-class Settings(WorkerSettings, PluginSettings):
+class VerlSettings(WorkerSettings, PluginSettings):
     """Entries of ``engine_kwargs.weighbridge``.
 
     Attributes:
@@ -38,9 +38,9 @@ class Settings(WorkerSettings, PluginSettings):
             raise InvalidArgument(f"there is no mode {self.mode!r}", fix="use tensors or slices")
 
     @staticmethod
-    def of(given: Mapping[str, Any]) -> Settings:
+    def of(given: Mapping[str, Any]) -> VerlSettings:
         """Read the entries. Raises InvalidArgument as `ModelSource.read`."""
-        return Settings.read(given, f"engine_kwargs.{NAME}")
+        return VerlSettings.read(given, f"engine_kwargs.{NAME}")
 
 
 class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: ignore[misc]  # verl is seen as untyped
@@ -52,19 +52,19 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
     Args:
         bucket_size: maximum bytes that an actor uses in addition to the tensor that it receives.
         is_master: whether this is the actor that registers the model.
-        settings: the entries of ``engine_kwargs.weighbridge``, which are the fields of `Settings`.
+        settings: the entries of ``engine_kwargs.weighbridge``, which are the fields of `VerlSettings`.
 
     Raises:
         InvalidArgument: a setting, mode, lane or port does not exist.
     """
 
-    _settings: Settings
+    _settings: VerlSettings
 
     def __init__(self, bucket_size: int, is_master: bool = False, **settings: Any) -> None:
-        super().__init__(Settings.of(settings))
+        super().__init__(VerlSettings.of(settings))
         self.is_master = is_master
         self._bucket = bucket_size
-        self._update: Update | None = None
+        self._update: WeightUpdate | None = None
 
     def prepare(self) -> dict[str, Any]:
         """Register the model, on the actor that does so."""
@@ -79,7 +79,7 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
         """Begin an update: create the arguments of all workers. Workers receive no information about each other; they
         find each other through the service.
         """
-        ticket = Update.new().ticket
+        ticket = WeightUpdate.new().ticket
         actors: dict[str, list[Any]] = {
             "ticket": [ticket] * actor_wg_world_size,
             "rank": list(range(actor_wg_world_size)),
@@ -97,7 +97,7 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
             rank, world_size: this actor, and the number of actors.
             version: version of the update, if known.
         """
-        self._update = Update(ticket, version)
+        self._update = WeightUpdate(ticket, version)
         self._rank, self._ranks = rank, world_size
 
     def finalize(self) -> None:
@@ -151,7 +151,7 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
             async for each in tensors:
                 yield each
 
-    def _told(self) -> Update:
+    def _told(self) -> WeightUpdate:
         if self._update is None:
             raise FailedPrecondition("this worker has not received an update", fix="call init_process_group first")
         return self._update

@@ -18,7 +18,7 @@ from verl.utils.ray_utils import auto_await
 
 from weighbridge._core.resources import REF_LIVE, Version
 from weighbridge.errors import FailedPrecondition
-from weighbridge.integrations.verl.engine import NAME, VERSION, Settings
+from weighbridge.integrations.verl.engine import NAME, VERSION, VerlSettings
 
 
 class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl is seen as untyped
@@ -32,7 +32,7 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
         super().__init__(config, actor_wg, replicas)
-        settings = Settings.of({"model": "", **config.engine_kwargs.get(NAME, {})})
+        settings = VerlSettings.of({"model": "", **config.engine_kwargs.get(NAME, {})})
         self._source, self._init_info = settings.of_engines, settings.init_info
         self._slices = settings.mode == "slices"
 

@@ -43,7 +43,7 @@ class EnginesClient(Protocol):
 
 
 @dataclass(frozen=True)
-class Call:
+class WorkersCall:
     """A call of a method on all workers, by the names of the arguments of vLLM's ``collective_rpc_async``."""
 
     method: Any
@@ -52,7 +52,7 @@ class Call:
     kwargs: Mapping[str, Any] | None = None
 
 
-async def collective_rpc(original: Callable[..., Awaitable[Any]], client: EnginesClient, call: Call) -> Any:
+async def collective_rpc(original: Callable[..., Awaitable[Any]], client: EnginesClient, call: WorkersCall) -> Any:
     """Make a call as vLLM does. If the call concerns weights of several engines, all of them respond.
 
     Args:
@@ -119,7 +119,7 @@ class _Asking:
 
     client: EnginesClient
     engines: Mapping[int, bytes]
-    call: Call
+    call: WorkersCall
     answers: dict[int, Any] = field(default_factory=dict)
 
     async def ask(
@@ -187,7 +187,7 @@ def _turn(client: EnginesClient) -> asyncio.Lock:
     return _turns.setdefault(client, asyncio.Lock())
 
 
-def _is_update(client: EnginesClient, call: Call) -> bool:
+def _is_update(client: EnginesClient, call: WorkersCall) -> bool:
     """Test whether a call is vLLM's own update of weights from the service.
 
     A call that only begins to prepare a version is passed to vLLM unchanged.
@@ -200,7 +200,7 @@ def _is_update(client: EnginesClient, call: Call) -> bool:
     )
 
 
-def changes_parameters(call: Call) -> bool:
+def changes_parameters(call: WorkersCall) -> bool:
     """Test whether a call may change the parameters of workers whose transfer engine is weighbridge's."""
     if call.method != _TRANSFER:
         return call.method in (_APPLY, _UNDO)

@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload import layerwise, meta
 from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.engine_rank.drafting import Drafting
 from weighbridge.integrations.vllm import engines
-from weighbridge.integrations.vllm.sleeping import Bring, Watch
+from weighbridge.integrations.vllm.sleeping import Bring, SleepHooks
 
 logger = init_logger(f"vllm.plugins.{__name__}")
 
@@ -173,7 +173,7 @@ def hear_all_engines() -> None:
 
     @wraps(original)
     async def collective_rpc_async(self: Any, *given: Any, **named: Any) -> Any:
-        return await engines.collective_rpc(partial(original, self), self, engines.Call(*given, **named))
+        return await engines.collective_rpc(partial(original, self), self, engines.WorkersCall(*given, **named))
 
     client.collective_rpc_async = collective_rpc_async
 
@@ -199,7 +199,7 @@ def empty_caches_after_updates(backend: str) -> None:
         finally:  # a failed update may have changed parameters too
             transfer = self.vllm_config.weight_transfer_config
             ours = transfer is not None and transfer.backend == backend
-            if ours and engines.changes_parameters(engines.Call(method, timeout, args, kwargs)):
+            if ours and engines.changes_parameters(engines.WorkersCall(method, timeout, args, kwargs)):
                 _forget_results(self)
 
     core.collective_rpc = collective_rpc
@@ -218,7 +218,7 @@ def watch_sleep(backend: str, bring: Bring) -> None:
     """
     core = _engine_core()
     if core is not None:
-        Watch(backend, bring, _forget_results).begin(core)
+        SleepHooks(backend, bring, _forget_results).begin(core)
 
 
 def _engine_core() -> Any:

@@ -4,8 +4,8 @@ Does not need vLLM.
 
 A shadow is a layer with the attributes of the live one and tensors of its own. Its processing is the layer's own, by a
 copy of the layer's method. Checks instead of lists of names ensure that the result differs from the live layer only in
-the values of its tensors: the first run uses a `Guard` that blocks operations on live tensors, and each run compares
-all attributes of layer and method.
+the values of its tensors: the first run uses an `OperationsGuard` that blocks operations on live tensors, and each run
+compares all attributes of layer and method.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from weighbridge.integrations.vllm.watching import (
-    Guard,
-    Inner,
+    AttributesSnapshot,
+    OperationsGuard,
     Tensors,
     Unsuitable,
     WritesInPlace,
@@ -105,20 +105,22 @@ class Shadows:
         """Whether processing must receive copies of the loaded tensors."""
         constant = {storage_of(own_tensors(subject.layer)[name]) for name in subject.constant}
         given = {storage_of(tensor) for tensor in subject.loaded.values()}
-        before, inner = state(subject.layer, subject.method), Inner(subject.layer, subject.method)
+        before, inner = state(subject.layer, subject.method), AttributesSnapshot(subject.layer, subject.method)
         copied = False
         try:
-            _run(subject, live, Guard(given, live, constant), most_bytes, copied=False)
+            _run(subject, live, OperationsGuard(given, live, constant), most_bytes, copied=False)
         except WritesInPlace:
             copied = True
-            _run(subject, live, Guard(given, live, constant), most_bytes, copied=True)
+            _run(subject, live, OperationsGuard(given, live, constant), most_bytes, copied=True)
         same = before == state(subject.layer, subject.method)
-        if not same or inner.facts != Inner(subject.layer, subject.method).facts:
+        if not same or inner.facts != AttributesSnapshot(subject.layer, subject.method).facts:
             raise Unsuitable("it changes attributes of the layer that the engine computes with")
         return copied
 
 
-def _run(subject: Subject, storages: set[int], guard: Guard | None, most_bytes: int, *, copied: bool) -> Tensors:
+def _run(
+    subject: Subject, storages: set[int], guard: OperationsGuard | None, most_bytes: int, *, copied: bool
+) -> Tensors:
     live = subject.live
     needed = sum(tensor.nbytes for tensor in (*live.values(), *(subject.loaded.values() if copied else ())))
     if needed > most_bytes:

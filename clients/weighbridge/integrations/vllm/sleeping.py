@@ -1,8 +1,8 @@
 """Sleep of a vLLM engine, in its core: a wake-up applies the waiting version, and the engine does not compute without
 memory.
 
-vLLM's core maps the memory of weights and KV cache again, by tags, and resumes requests when both have memory. `Watch`
-wraps the functions that do this. It requires only vLLM's core, as `Core`.
+vLLM's core maps the memory of weights and KV cache again, by tags, and resumes requests when both have memory.
+`SleepHooks` wraps the functions that do this. It requires only vLLM's core, as `VllmCore`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Executor(Protocol):
         """Call all workers of the engine."""
 
 
-class Core(Protocol):
+class VllmCore(Protocol):
     """Part of vLLM's ``EngineCore`` that is used."""
 
     vllm_config: Any
@@ -48,7 +48,7 @@ Bring = Callable[[Any, bool, bool], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Watch:
+class SleepHooks:
     """Hooks for the sleep of engines.
 
     Attributes:
@@ -74,7 +74,7 @@ class Watch:
             if "resume_scheduler" in vars(each):
                 self._wrap_resume(each)
 
-    def settle(self, core: Core, *, last: bool) -> None:
+    def settle(self, core: VllmCore, *, last: bool) -> None:
         """Apply pending versions before an engine resumes, now that its weights have memory.
 
         Args:
@@ -104,7 +104,7 @@ class Watch:
             log.error("the wake-up could not apply the waiting version: %s", problem)
         setattr(core, _UNSETTLED, not last)
 
-    def _is_ours(self, core: Core) -> bool:
+    def _is_ours(self, core: VllmCore) -> bool:
         transfer = core.vllm_config.weight_transfer_config
         return transfer is not None and transfer.backend == self.backend
 

@@ -27,7 +27,7 @@ from weighbridge.follow.vllm import OTHER
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, Ranks, RanksFailed, agree
 from weighbridge.integrations.vllm import NAME
 from weighbridge.integrations.vllm.engines import STAGE, UNDO
-from weighbridge.integrations.weight_updates import PluginSettings, Update, UpdateSender, taken_to_the_end
+from weighbridge.integrations.weight_updates import PluginSettings, UpdateSender, WeightUpdate, taken_to_the_end
 
 T = TypeVar("T")
 
@@ -171,19 +171,19 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
         """Names of the tensors that this rank receives; None if all ranks receive all tensors."""
         return None if self._info.ranks == 1 else self.source.held_names()
 
-    def _update(self) -> Update | None:
+    def _update(self) -> WeightUpdate | None:
         """The update of this send, broadcast by rank 0; None if it cannot be.
 
         The number alone would match a version from before a restart of the trainer.
         """
-        mine = Update.new() if self.is_sender else None
+        mine = WeightUpdate.new() if self.is_sender else None
         if self._info.ranks == 1:
             return mine
         if self._ranks is None:
             return None
         return next(filter(None, self._ranks.all_gather_object(mine)), None)
 
-    def _push(self, update: Update | None, held: Collection[str] | None) -> int:
+    def _push(self, update: WeightUpdate | None, held: Collection[str] | None) -> int:
         """The number of the version, once it is ready."""
         info = self._info
         self.pushed = self._sender.send(

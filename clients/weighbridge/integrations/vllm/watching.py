@@ -66,7 +66,7 @@ def kept_names(before: list[Any], after: list[Any], written: set[int]) -> frozen
     return frozenset(each[0] for each in after if each in before and each[2] not in written)
 
 
-class Inner:
+class AttributesSnapshot:
     """Snapshot of the attributes of objects, and of objects within a few steps of them.
 
     Args:
@@ -266,7 +266,7 @@ class AnyOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return func(*args, **(kwargs or {}))
 
 
-class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class OperationsGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Refuses, before they run, operations of processing that would access tensors that the engine computes with.
 
     Args:
@@ -299,8 +299,8 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 @contextmanager
 def silent() -> Iterator[None]:
     """Block in which this thread refuses vLLM's communication calls between ranks, because they could interleave with
-    the engine's own. Queries of ranks and groups are allowed. torch's communication calls are operations, which `Guard`
-    handles.
+    the engine's own. Queries of ranks and groups are allowed. torch's communication calls are operations, which
+    `OperationsGuard` handles.
 
     Raises:
         Unsuitable: such a call was made.

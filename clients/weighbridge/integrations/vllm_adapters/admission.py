@@ -37,7 +37,7 @@ from weighbridge.integrations.vllm_adapters.serving import (
     together,
 )
 from weighbridge.integrations.vllm_adapters.settings import AdapterSettings
-from weighbridge.integrations.vllm_adapters.store import Hold, Store
+from weighbridge.integrations.vllm_adapters.store import FolderHold, Store
 
 log = logging.getLogger(f"vllm.plugins.{__name__}")
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class Loaded:
 
     version: AdapterVersion
     order: Order
-    hold: Hold
+    hold: FolderHold
     requests: int = 0
 
 
@@ -256,7 +256,7 @@ class Admission:
         )  # fmt: skip
         return loaded
 
-    async def _order(self, version: AdapterVersion, hold: Hold) -> Order:
+    async def _order(self, version: AdapterVersion, hold: FolderHold) -> Order:
         """Load an adapter in all engines, under the first of its numbers that no other adapter uses in any of them.
 
         Returns the order.

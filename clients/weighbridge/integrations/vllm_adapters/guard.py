@@ -77,7 +77,7 @@ def install(core: Any) -> None:
     setattr(core, UNLOAD, lambda self, name: guard_of(self).unload(name))
 
 
-class Guard:
+class AdaptersGuard:
     """Adapters of one engine.
 
     Args:
@@ -172,13 +172,13 @@ class Guard:
         self._core.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
 
 
-def guard_of(core: Any) -> Guard:
+def guard_of(core: Any) -> AdaptersGuard:
     """The guard of an engine."""
-    found: Guard | None = getattr(core, _GUARD, None)
+    found: AdaptersGuard | None = getattr(core, _GUARD, None)
     if found is None:
         from weighbridge.integrations.vllm_adapters import workers
 
-        found = Guard(core, workers.state_of, workers.load_adapter)
+        found = AdaptersGuard(core, workers.state_of, workers.load_adapter)
         setattr(core, _GUARD, found)
     return found
 

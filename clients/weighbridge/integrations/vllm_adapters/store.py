@@ -33,7 +33,7 @@ _LEFT_SECONDS = 3600.0
 
 
 @dataclass
-class Hold:
+class FolderHold:
     """An adapter's folder, which is not removed while it is held.
 
     A context manager; `release` may be called repeatedly.
@@ -75,7 +75,7 @@ class Store:
         self._most_versions = most_versions
         self._most_bytes = most_bytes
 
-    def hold(self, key: str, fetch: Fetch) -> Hold:
+    def hold(self, key: str, fetch: Fetch) -> FolderHold:
         """An adapter's folder; fetched if it is not on this host.
 
         Args:
@@ -96,7 +96,7 @@ class Store:
                 self._bring(folder, fetch)
             with suppress(OSError):  # another user's
                 os.utime(folder)
-            return Hold(folder, _nbytes(folder), descriptor)
+            return FolderHold(folder, _nbytes(folder), descriptor)
         except OSError as error:
             os.close(descriptor)
             raise self._unwritable(error) from error

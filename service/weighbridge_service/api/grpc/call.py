@@ -19,7 +19,7 @@ from weighbridge._transport.rpc import ACCEPTED
 from weighbridge.errors import Unavailable
 from weighbridge_service.access.access import Access
 from weighbridge_service.access.certificates import names_from_grpc
-from weighbridge_service.access.identities import EVERYBODY, Evidence, Identity
+from weighbridge_service.access.identities import EVERYBODY, Identity, PresentedCredentials
 from weighbridge_service.access.peer import Peer
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class Call:
             callback()
 
 
-def _evidence(context: Context) -> Evidence:
+def _evidence(context: Context) -> PresentedCredentials:
     shown = [value for key, value in context.invocation_metadata() or () if key == AUTHORIZATION]
     texts = [value if isinstance(value, str) else value.decode("ascii", "replace") for value in shown]
-    return Evidence.of_call(texts, names_from_grpc(context.auth_context()))
+    return PresentedCredentials.of_call(texts, names_from_grpc(context.auth_context()))

@@ -21,14 +21,14 @@ from weighbridge_service.replicas.progress import (
     progress_to_proto,
 )
 from weighbridge_service.replicas.takeovers import handed_from_proto
-from weighbridge_storage.memory.images import Hold
+from weighbridge_storage.memory.images import ImageHold
 from weighbridge_storage.stores.objects import ByteArray
 
 
 class OwnFiles(Protocol):
     """The files of versions that this replica holds in images."""
 
-    def own_file(self, model: str, number: int, claim: str, file: str) -> tuple[ByteArray, Hold]:
+    def own_file(self, model: str, number: int, claim: str, file: str) -> tuple[ByteArray, ImageHold]:
         """All bytes of a file, and a hold that keeps them in memory until it is released.
 
         Raises:

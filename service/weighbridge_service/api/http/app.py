@@ -28,7 +28,7 @@ from weighbridge._signing.bundle import Bundle
 from weighbridge.errors import InvalidArgument, WeighbridgeError
 from weighbridge_service.api.bodies import PAGE, Bodies
 from weighbridge_service.api.http.bodies import BodyLimit
-from weighbridge_service.api.http.callers import Recorder, Standing, ask, peer_of
+from weighbridge_service.api.http.callers import CredentialsCheck, Recorder, ask, peer_of
 from weighbridge_service.api.http.derived.operation_routes import operations_routes
 from weighbridge_service.api.http.engines import engines_router
 from weighbridge_service.api.http.guard import Guard, HostNames
@@ -311,7 +311,7 @@ def _exports_router(exports: Exports) -> APIRouter:
         """Follow an export until it ends."""
         # before the stream begins, so that the response for a missing job is a problem document
         asked(request, Verb.LOOK, job_id)
-        standing = Standing(request)
+        standing = CredentialsCheck(request)
 
         async def events() -> AsyncIterator[ServerSentEvent]:
             async for job in exports.changes(job_id, lambda: standing.ended):

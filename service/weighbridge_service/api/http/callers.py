@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weighbridge._core.operations.verbs import Verb
 from weighbridge.errors import PermissionDenied, ResourceExhausted, Unauthenticated
 from weighbridge_service.access.audit import Audit, noting
-from weighbridge_service.access.identities import EVERYBODY, Evidence, Identity
+from weighbridge_service.access.identities import EVERYBODY, Identity, PresentedCredentials
 from weighbridge_service.access.peer import LOCAL, Peer, authorize
 
 CERTIFICATE = "weighbridge-certificate"
@@ -51,7 +51,7 @@ def ask(request: Request, verb: Verb, model: str = "", ref: str = "") -> None:
     request.app.state.audit.check(verb)
 
 
-class Standing:
+class CredentialsCheck:
     """Continued validity of a request's credentials, for periodic checks while a long response is sent.
 
     Args:
@@ -148,5 +148,5 @@ def _identity(request: Request) -> Identity:
         return EVERYBODY
     names: tuple[str, ...] = request.scope.get("state", {}).get(CERTIFICATE, ())
     shown = request.headers.getlist(_HEADER) or [each for each in (request.scope.get(SHOWN),) if each]
-    found: Identity = access.identify(Evidence.of_call(shown, names))
+    found: Identity = access.identify(PresentedCredentials.of_call(shown, names))
     return found

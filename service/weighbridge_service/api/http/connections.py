@@ -120,7 +120,7 @@ def connections(seconds: float) -> type[H11Protocol]:
             headers.
     """
 
-    class Connection(H11Protocol):
+    class HttpConnection(H11Protocol):
         leave: Callable[[], None] | None = None
         _due: asyncio.TimerHandle | None = None
 
@@ -171,4 +171,4 @@ def connections(seconds: float) -> type[H11Protocol]:
                 self._due.cancel()
                 self._due = None
 
-    return Connection
+    return HttpConnection

@@ -80,7 +80,7 @@ class EntryNotFound(HubNotFound):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestedFile:
     """Model, revision and file in a client's URL.
 
     Attributes:
@@ -94,7 +94,7 @@ class Asked:
     path: str
 
     @staticmethod
-    def of(raw_path: str, prefix: str = "/") -> Asked:
+    def of(raw_path: str, prefix: str = "/") -> RequestedFile:
         """Parse ``{prefix}{namespace}/{name}/{verb}/{revision}/{path}``.
 
         Args:
@@ -102,7 +102,7 @@ class Asked:
             prefix: the beginning of the path, which is not parsed.
         """
         parts = [unquote(part) for part in raw_path[len(prefix) :].split("/")]
-        return Asked("/".join(parts[:2]), parts[3] if len(parts) > 3 else MAIN, "/".join(parts[4:]))
+        return RequestedFile("/".join(parts[:2]), parts[3] if len(parts) > 3 else MAIN, "/".join(parts[4:]))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.store_readers import StoreReaders, reading_since
 from weighbridge_storage.documents.names import MANIFEST_FILE, ModelName, version_key
 from weighbridge_storage.head.history import History
-from weighbridge_storage.memory.images import Hold
+from weighbridge_storage.memory.images import ImageHold
 from weighbridge_storage.memory.read_checks import DigestedRange, ReadChecks
 from weighbridge_storage.versions.manifest import Manifest
 from weighbridge_storage.versions.reading import read_manifest_text
@@ -119,7 +119,7 @@ class Hub:
         near = self._catalog.store.is_near
         return ReadChecks(path, title, parts, partial(self._read, version, path) if near else None)
 
-    def begin(self, version: HubVersion) -> Hold:
+    def begin(self, version: HubVersion) -> ImageHold:
         """Register a reader of a file, until the hold is released."""
         # the lookup of the version called `visit`, which recorded when reading began
         return self._readers.begin(version.model, version.number, self._readers.clock())

@@ -27,12 +27,12 @@ from weighbridge.errors import InvalidArgument
 from weighbridge_service.admission.identity_quotas import IdentityQuotas
 from weighbridge_service.admission.piece_room import PieceReader, PieceRoom
 from weighbridge_service.api.http import hub_documents as documents
-from weighbridge_service.api.http.callers import Standing, came_by_tls, peer_of
+from weighbridge_service.api.http.callers import CredentialsCheck, came_by_tls, peer_of
 from weighbridge_service.api.http.hub_documents import (
-    Asked,
     HubNotFound,
     HubVersion,
     RepoNotFound,
+    RequestedFile,
     etag_of,
     is_commit,
 )
@@ -90,7 +90,7 @@ def hub_router(hub: Hub, quotas: IdentityQuotas, *, redirect: bool, sizes: HubSi
     @router.get(_API + "{namespace}/{name}")
     @router.get(_API + "{namespace}/{name}/revision/{rest:path}")
     @threaded
-    def model_info(asked: Annotated[Asked, Depends(_asked_of_api)], blobs: bool = False) -> Response:
+    def model_info(asked: Annotated[RequestedFile, Depends(_asked_of_api)], blobs: bool = False) -> Response:
         """A version and the names of its files."""
         version = hub.version(asked.model, asked.revision)
         return _json(documents.model_info(version, sizes=blobs), version)
@@ -99,7 +99,7 @@ def hub_router(hub: Hub, quotas: IdentityQuotas, *, redirect: bool, sizes: HubSi
     @threaded
     def tree(
         request: Request,
-        asked: Annotated[Asked, Depends(_asked_of_api)],
+        asked: Annotated[RequestedFile, Depends(_asked_of_api)],
         cursor: str = "",
         expand: bool = False,
         recursive: bool = False,
@@ -119,7 +119,7 @@ def hub_router(hub: Hub, quotas: IdentityQuotas, *, redirect: bool, sizes: HubSi
     @router.post(_API + "{namespace}/{name}/paths-info/{rest:path}")
     @threaded
     def paths_info(
-        asked: Annotated[Asked, Depends(_asked_of_api)], wanted: Annotated[_Paths, Depends(_paths)]
+        asked: Annotated[RequestedFile, Depends(_asked_of_api)], wanted: Annotated[_Paths, Depends(_paths)]
     ) -> Response:
         """The requested paths that exist in a version, as files and folders."""
         version = hub.version(asked.model, asked.revision)
@@ -127,7 +127,7 @@ def hub_router(hub: Hub, quotas: IdentityQuotas, *, redirect: bool, sizes: HubSi
 
     @router.get(_API + "{namespace}/{name}/refs")
     @threaded
-    def refs(asked: Annotated[Asked, Depends(_asked_of_api)]) -> Response:
+    def refs(asked: Annotated[RequestedFile, Depends(_asked_of_api)]) -> Response:
         """The refs of a model."""
         return JSONResponse(hub.refs(asked.model))
 
@@ -139,7 +139,7 @@ def hub_router(hub: Hub, quotas: IdentityQuotas, *, redirect: bool, sizes: HubSi
     @router.head("/{namespace}/{name}/resolve/{rest:path}")
     @router.head("/{namespace}/{name}/raw/{rest:path}")
     @threaded
-    def file_metadata(request: Request, asked: Annotated[Asked, Depends(_asked_of_file)]) -> Response:
+    def file_metadata(request: Request, asked: Annotated[RequestedFile, Depends(_asked_of_file)]) -> Response:
         """Size and identity of a file."""
         version = hub.version(asked.model, asked.revision)
         headers = _file_headers(version, asked.path)
@@ -150,7 +150,7 @@ def hub_router(hub: Hub, quotas: IdentityQuotas, *, redirect: bool, sizes: HubSi
     @router.get("/{namespace}/{name}/resolve/{rest:path}")
     @router.get("/{namespace}/{name}/raw/{rest:path}")
     @threaded
-    def file(request: Request, asked: Annotated[Asked, Depends(_asked_of_file)]) -> Response:
+    def file(request: Request, asked: Annotated[RequestedFile, Depends(_asked_of_file)]) -> Response:
         """A file, or a range of it."""
         version = hub.version(asked.model, asked.revision)
         headers = _file_headers(version, asked.path)
@@ -186,7 +186,7 @@ def hub_router(hub: Hub, quotas: IdentityQuotas, *, redirect: bool, sizes: HubSi
                 wanted.end,
                 sizes.send,
                 streaming.delay,
-                Standing(request),
+                CredentialsCheck(request),
             )
             return _Download(pieces, 206 if wanted.partial else 200, headers, stack.pop_all())
 
@@ -220,15 +220,15 @@ async def on_hub_error(_: Request, error: Exception) -> Response:
     return ProblemResponse(error.reason, error.http_status, error.message, fix=error.fix, headers=headers)
 
 
-async def _asked_of_api(request: Request) -> Asked:
-    return _checked(request, Asked.of(_raw_path(request), _API))
+async def _asked_of_api(request: Request) -> RequestedFile:
+    return _checked(request, RequestedFile.of(_raw_path(request), _API))
 
 
-async def _asked_of_file(request: Request) -> Asked:
-    return _checked(request, Asked.of(_raw_path(request)))
+async def _asked_of_file(request: Request) -> RequestedFile:
+    return _checked(request, RequestedFile.of(_raw_path(request)))
 
 
-def _checked(request: Request, asked: Asked) -> Asked:
+def _checked(request: Request, asked: RequestedFile) -> RequestedFile:
     """``asked``, if its model is the one for which the caller was authorized. Raises RepoNotFound otherwise."""
     there = request.path_params
     if asked.model != f"{there['namespace']}/{there['name']}":
@@ -365,7 +365,7 @@ async def _stream(
     end: int,
     part_bytes: int,
     delay: Callable[[int], float],
-    standing: Standing,
+    standing: CredentialsCheck,
 ) -> AsyncIterator[memoryview]:
     """Yield the bytes from ``start`` up to ``end``.
 

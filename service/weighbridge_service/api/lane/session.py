@@ -19,7 +19,7 @@ from weighbridge._lane import protocol
 from weighbridge._transport import wire
 from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
 from weighbridge.v1 import local_lane_pb2 as pb
-from weighbridge_service.access.identities import Evidence
+from weighbridge_service.access.identities import PresentedCredentials
 from weighbridge_service.access.peer import LOCAL, Peer, authorize
 from weighbridge_service.admission.reader_shares import GrantedImages
 from weighbridge_service.api.lane.peer_process import PeerProcess
@@ -83,7 +83,7 @@ class LaneSession:
         self._service_id = service_id
         self._room = room
         self._user = user
-        self._evidence = Evidence(user=user)
+        self._evidence = PresentedCredentials(user=user)
         self._check_writer = check_writer
         self._put_off = put_off
         self._hello_seconds = hello_seconds

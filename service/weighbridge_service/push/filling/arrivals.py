@@ -13,7 +13,7 @@ import numpy as np
 from weighbridge._core.layouts import Layout
 from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.transfers import Transfer
-from weighbridge_storage.memory.images import Hold, Image
+from weighbridge_storage.memory.images import Image, ImageHold
 from weighbridge_storage.memory.regions import PAGE, Region
 
 
@@ -98,5 +98,5 @@ class ArrivingVersion:
 
     model: RegisteredModel
     image: Image
-    hold: Hold
+    hold: ImageHold
     arrivals: Arrivals

@@ -29,7 +29,7 @@ from weighbridge_service.push.filling.arrivals import Arrivals
 from weighbridge_service.push.filling.sample import MOST, MOST_BYTES, Sample
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.rank_progress import Received
-from weighbridge_storage.memory.images import Hold, Image
+from weighbridge_storage.memory.images import Image, ImageHold
 from weighbridge_storage.stores.objects import ByteArray
 
 Pieces = Iterator[tuple[int, memoryview, int]]
@@ -53,7 +53,7 @@ class MemoryGrant:
     rank: int
     image: Image
     prepared: PreparedPush
-    hold: Hold
+    hold: ImageHold
     writer: ImageWriter
 
 

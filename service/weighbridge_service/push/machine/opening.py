@@ -11,7 +11,7 @@ from weighbridge_service.plan.declarations import Home, alone_at, is_alone_elsew
 from weighbridge_storage.documents.entries import OpenEntry
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.open_versions import (
-    Asked,
+    AskedVersion,
     give_up_abandoned,
     give_up_ended,
     give_up_version,
@@ -20,7 +20,7 @@ from weighbridge_storage.head.open_versions import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpeningRequest(Asked):
+class OpeningRequest(AskedVersion):
     """Request to open a version, with the knowledge of the process that serves it.
 
     Attributes:

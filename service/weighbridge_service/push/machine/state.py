@@ -9,7 +9,7 @@ from weighbridge._core.resources import Version
 from weighbridge.errors import AlreadyExists, VersionFailed, WeighbridgeError
 from weighbridge_service.catalog.holding import HoldReasons
 from weighbridge_service.catalog.snapshots import Beginning
-from weighbridge_service.plan.declarations import Agreement, Declarations, Home, KnownSet, Share
+from weighbridge_service.plan.declarations import Agreement, Declarations, Home, KnownSet, ReplicaShare
 from weighbridge_service.push.machine.effects import Awaited
 from weighbridge_service.push.machine.phases import (
     BEFORE_SEALED,
@@ -126,7 +126,7 @@ class PushState:
     renew_at: float
     phase: Phase = Phase.OPEN
     image_by: float = 0.0
-    share: Share | None = None
+    share: ReplicaShare | None = None
     image: bool = False
     whole: frozenset[int] = frozenset()
     seal_asked: frozenset[int] = frozenset()

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import Tensor
 
-from weighbridge._formats.megatron_state import Entry, sharded_tensors
+from weighbridge._formats.megatron_state import ShardedEntry, sharded_tensors
 from weighbridge._trainers.states.megatron_pieces import pieces_of
 from weighbridge.errors import LayoutError
 
@@ -39,7 +39,7 @@ def _copied(key: str, data: Tensor, replica_id: Any, _range: Any) -> ShardedTens
     return ShardedTensor.from_rank_offsets(key, turned, (2, 1, WIDE), replica_id=replica_id)
 
 
-def _entry(factory: ShardedTensorFactory) -> Entry:
+def _entry(factory: ShardedTensorFactory) -> ShardedEntry:
     [entry] = sharded_tensors({"fc1": factory}).entries
     return entry
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.support.executed_lines import executed_lines
 from weighbridge_service.api.http.hub_documents import (
-    Asked,
     HubVersion,
+    RequestedFile,
     commit_of,
     etag_of,
     is_commit,
@@ -95,5 +95,7 @@ def test_the_work_of_a_page_of_folders_grows_with_the_number_of_files_alone() ->
 
 
 def test_a_quoted_slash_is_part_of_a_revision() -> None:
-    assert Asked.of("/acme/smol/resolve/refs%2Fpr%2F1/a/b.json") == Asked("acme/smol", "refs/pr/1", "a/b.json")
-    assert Asked.of("/api/models/acme/smol", "/api/models/") == Asked("acme/smol", "main", "")
+    assert RequestedFile.of("/acme/smol/resolve/refs%2Fpr%2F1/a/b.json") == RequestedFile(
+        "acme/smol", "refs/pr/1", "a/b.json"
+    )
+    assert RequestedFile.of("/api/models/acme/smol", "/api/models/") == RequestedFile("acme/smol", "main", "")

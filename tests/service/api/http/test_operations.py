@@ -17,7 +17,7 @@ from tests.service.api.grpc.test_asking import CALLS
 from tests.service.api.http.web import Web
 from weighbridge import Client
 from weighbridge._core.operations import table
-from weighbridge._core.operations.operation import REQUIRED, Entry, Of, Operation
+from weighbridge._core.operations.operation import REQUIRED, Of, Operation, OperationEntry
 from weighbridge._core.operations.verbs import Verb
 from weighbridge._core.resources import (
     Gate,
@@ -50,15 +50,15 @@ def test_each_method_of_the_contract_is_one_entry_and_says_who_may_call_it() -> 
     contract -= {name for name in contract if name.startswith(("Health.", "ServerReflection."))}
     assert sorted(each.method for each in table.ENTRIES) == sorted(contract)
     with pytest.raises(TypeError, match="verb"):
-        Entry("ModelService.GetModel", of=Of.MODEL)  # type: ignore[call-arg]
+        OperationEntry("ModelService.GetModel", of=Of.MODEL)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="of"):
-        Entry("ModelService.GetModel", Verb.LOOK)  # type: ignore[call-arg]
+        OperationEntry("ModelService.GetModel", Verb.LOOK)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="takes"):
         Operation("ModelService.GetModel", Verb.LOOK, Of.MODEL, Model, "model", text="One model.")
 
 
 @pytest.mark.parametrize("entry", table.ENTRIES, ids=lambda each: each.rpc)
-def test_what_a_caller_must_be_allowed_to_do_it_for_is_named_by_the_request(entry: Entry) -> None:
+def test_what_a_caller_must_be_allowed_to_do_it_for_is_named_by_the_request(entry: OperationEntry) -> None:
     names = {each.name for each in descriptor_of(entry).input_type.fields}
     assert names.issuperset(entry.of.value)
     if "model" in names and entry.method != "LocalLaneService.GetLocalLane":

@@ -16,7 +16,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from weighbridge._core.operations.verbs import Verb
 from weighbridge._core.resources import REQUEST_DELETE
 from weighbridge.errors import InvalidArgument
-from weighbridge_service.access.identities import Evidence
+from weighbridge_service.access.identities import PresentedCredentials
 from weighbridge_service.api.http.callers import SHOWN, ask, peer_of
 from weighbridge_service.api.http.pages.login import Sessions, forget, keep, session_in
 from weighbridge_service.api.http.pages.page_route import ModelInPath, viewer_of
@@ -139,7 +139,7 @@ def _add_login(router: APIRouter, service: Weighbridge, sessions: Sessions, rend
                 fix="enter a token that the service's policy knows",
             )
         authorization = f"Bearer {token}"
-        identity = service.access.identify(Evidence(authorization))
+        identity = service.access.identify(PresentedCredentials(authorization))
         if identity.problem:
             problem = identity.problem
             page = renderer.page("login", viewer_of(request), problem=problem, next=following)

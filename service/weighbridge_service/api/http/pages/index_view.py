@@ -13,7 +13,7 @@ from weighbridge_service.api.http.pages.version_summary import LastPush, last_pu
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ListedModelFacts:
     """Facts about a model for the list of models.
 
     Attributes:
@@ -77,7 +77,7 @@ class IndexView:
     models: ModelList
 
 
-def index_view(found: Sequence[ModelFacts], *, query: str = "", after: str = "", more: bool = False) -> IndexView:
+def index_view(found: Sequence[ListedModelFacts], *, query: str = "", after: str = "", more: bool = False) -> IndexView:
     """The page of all models.
 
     Args:
@@ -95,7 +95,7 @@ def is_busy(view: IndexView) -> bool:
     return any(row.receiving is not None for row in view.models.rows)
 
 
-def _row(facts: ModelFacts) -> ModelRow:
+def _row(facts: ListedModelFacts) -> ModelRow:
     model, newest = facts.model, facts.newest
     receiving = next((each for each in newest if each.state.receiving), None)
     return ModelRow(

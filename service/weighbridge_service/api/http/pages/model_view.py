@@ -23,7 +23,7 @@ from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
 from weighbridge_service.api.http.pages.engine_view import Engines, engines_view
 from weighbridge_service.api.http.pages.exports_view import ExportsPart, exports_view
-from weighbridge_service.api.http.pages.push_view import Pushes, pushes_view
+from weighbridge_service.api.http.pages.push_view import PushesView, pushes_view
 from weighbridge_service.api.http.pages.refs_view import RefsPart, refs_view
 from weighbridge_service.api.http.pages.timeline_view import Timeline, VersionPage, timeline_view
 from weighbridge_service.api.http.pages.version_summary import LastPush, last_push
@@ -108,7 +108,7 @@ class ModelView:
     """The page of a model; each field is a fragment."""
 
     summary: Summary
-    pushes: Pushes
+    pushes: PushesView
     engines: Engines
     refs: RefsPart
     timeline: Timeline

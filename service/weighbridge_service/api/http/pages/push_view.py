@@ -53,14 +53,14 @@ class LivePush:
 
 
 @dataclass(frozen=True, slots=True)
-class Pushes:
+class PushesView:
     """Pushes of a model in progress."""
 
     model: str
     pushes: tuple[LivePush, ...]
 
 
-def pushes_view(model: str, page: VersionPage, now_ms: int) -> Pushes:
+def pushes_view(model: str, page: VersionPage, now_ms: int) -> PushesView:
     """The pushes of a model in progress.
 
     Args:
@@ -68,7 +68,7 @@ def pushes_view(model: str, page: VersionPage, now_ms: int) -> Pushes:
         page: a page of its versions.
         now_ms: the time, in milliseconds since 1970 UTC.
     """
-    return Pushes(
+    return PushesView(
         model,
         tuple(live_push(each, page.progress_of(each), now_ms) for each in page.versions if each.state.receiving),
     )

@@ -17,7 +17,7 @@ from weighbridge._formats.safetensors_files import FilesLayout
 from weighbridge._signing.bundle import signed_by
 from weighbridge.errors import FailedPrecondition, NotFound
 from weighbridge_service.api.http.pages import index_view, model_view
-from weighbridge_service.api.http.pages.side_by_side.compare_view import Side
+from weighbridge_service.api.http.pages.side_by_side.compare_view import SideOfPage
 from weighbridge_service.api.http.pages.side_by_side.contents import (
     Contents,
     FileFacts,
@@ -58,7 +58,7 @@ _Sees = Callable[[str], bool]
 class FoundModels:
     """A page of the models that the viewer may see, and whether more follow."""
 
-    models: tuple[index_view.ModelFacts, ...]
+    models: tuple[index_view.ListedModelFacts, ...]
     more: bool
 
 
@@ -139,7 +139,7 @@ class Reader:
             engines=tuple(service.engines.listed(name)),
         )
 
-    def side(self, name: str, number: str) -> Side:
+    def side(self, name: str, number: str) -> SideOfPage:
         """A version, by number or ref, as one side of a comparison. Its weights are not read.
 
         Raises:
@@ -148,15 +148,15 @@ class Reader:
         """
         version = self._service.catalog.get_version(name, number)
         named = refs_of(self._service.catalog.refs(name), version.number)
-        return Side(version, self._contents_of(ModelName.parse(name), version), named)
+        return SideOfPage(version, self._contents_of(ModelName.parse(name), version), named)
 
-    def _line(self, name: ModelName, model: Model, engines: Sequence[Engine]) -> index_view.ModelFacts:
+    def _line(self, name: ModelName, model: Model, engines: Sequence[Engine]) -> index_view.ListedModelFacts:
         catalog = self._service.catalog
         known = catalog.snapshots.of_model(name)
         head = catalog.heads.last_read(name)
         history: History = catalog.history(name) if head is None else catalog.heads.history_of(name, head)
         newest = page_of(name, history, known, 0, _NEWEST, include_invisible=True)
-        return index_view.ModelFacts(model, tuple(newest), tuple(engines))
+        return index_view.ListedModelFacts(model, tuple(newest), tuple(engines))
 
     def _progress(self, model: ModelName, number: int, head: Head | None) -> PushProgress:
         """Progress of a push; for a push that this process does not know, only the time of its failure, from the

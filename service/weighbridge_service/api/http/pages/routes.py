@@ -14,7 +14,7 @@ from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import EventSourceResponse
 
 from weighbridge.errors import NotFound
-from weighbridge_service.api.http.callers import Standing, peer_of
+from weighbridge_service.api.http.callers import CredentialsCheck, peer_of
 from weighbridge_service.api.http.pages import index_view, model_view, version_view
 from weighbridge_service.api.http.pages.actions import add_actions
 from weighbridge_service.api.http.pages.distributions import Distributions
@@ -237,7 +237,7 @@ class _Pages:
         seen: str,
     ) -> EventSourceResponse:
         """The event stream of a view."""
-        standing, peer = Standing(request), peer_of(request)
+        standing, peer = CredentialsCheck(request), peer_of(request)
         quota = peer.identity.name if peer.identity.proven else peer.host
 
         async def events() -> AsyncIterator[ServerSentEvent]:

@@ -67,7 +67,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class VersionHeading:
     """The first part of a version's page: its summary, the engines that serve it, their update steps, and details of
     its failure.
     """
@@ -98,7 +98,7 @@ class RankRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class PushingRanks:
     """The ranks that push a version.
 
     Attributes:
@@ -174,9 +174,9 @@ class Tensors:
 class VersionView:
     """The page of a version; each field is a fragment."""
 
-    head: Head
+    head: VersionHeading
     life: Life
-    ranks: Ranks
+    ranks: PushingRanks
     about: About
     files: Files
     tensors: Tensors
@@ -195,7 +195,7 @@ def version_view(facts: VersionFacts, viewer: Viewer, now_ms: int, *, query: str
     version, progress = facts.version, facts.progress
     said = version_summary(version, facts.refs, progress, viewer, taken_ms(version, progress))
     return VersionView(
-        head=Head(
+        head=VersionHeading(
             said=said,
             engines=serving_it(facts.engines, version.number),
             steps=steps_to(facts.engines, version.number),
@@ -241,9 +241,9 @@ def _steps(version: Version) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _ranks(version: Version, progress: PushProgress, held_up: str, now_ms: int) -> Ranks:
+def _ranks(version: Version, progress: PushProgress, held_up: str, now_ms: int) -> PushingRanks:
     ranks, opened = progress.ranks, version.create_time_ms
-    return Ranks(
+    return PushingRanks(
         live=live_push(version, progress, now_ms) if version.state.receiving else None,
         total=version.ranks,
         cells=ranks[:SHOWN],

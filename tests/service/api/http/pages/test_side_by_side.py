@@ -18,7 +18,7 @@ from tests.service.api.http.pages.conftest import Place, place_of
 from weighbridge import TrainerClient
 from weighbridge._core.metadata import MAX_KEYS, Metadata
 from weighbridge._core.resources import Version, VersionState
-from weighbridge_service.api.http.pages.side_by_side.compare_view import LAYERS, NAMES, Side, compare_view
+from weighbridge_service.api.http.pages.side_by_side.compare_view import LAYERS, NAMES, SideOfPage, compare_view
 from weighbridge_service.api.http.pages.side_by_side.contents import Contents, FileFacts, TensorFacts
 from weighbridge_service.api.http.pages.side_by_side.metadata_columns import MOST_COLUMNS, metadata_columns
 from weighbridge_service.api.http.pages.side_by_side.metadata_plots import HEIGHT, WIDTH, metadata_plots
@@ -96,8 +96,8 @@ def tensors(**digests: str) -> tuple[TensorFacts, ...]:
     return tuple(TensorFacts(name, "BF16", (2, 2), 8, "model.safetensors", digest) for name, digest in digests.items())
 
 
-def side(number: int, found: tuple[TensorFacts, ...], **metadata: float | str) -> Side:
-    return Side(version(number, metadata), Contents((FileFacts("model.safetensors", 100),), found), ())
+def side(number: int, found: tuple[TensorFacts, ...], **metadata: float | str) -> SideOfPage:
+    return SideOfPage(version(number, metadata), Contents((FileFacts("model.safetensors", 100),), found), ())
 
 
 def test_tensors_are_compared_by_their_digests() -> None:
@@ -115,7 +115,7 @@ def test_tensors_are_compared_by_their_digests() -> None:
         ),
         reward=0.75,
     )
-    before = Side(
+    before = SideOfPage(
         before.version,
         Contents(before.contents.files, (*before.contents.tensors, *tensors(**{"layers.10.b": "9"}))),
         (),
@@ -134,7 +134,7 @@ def test_tensors_are_compared_by_their_digests() -> None:
     (reward,) = found.metadata
     assert (reward.before.text, reward.after.text, reward.change) == ("0.5", "0.75", "+0.25")
     assert found.known
-    assert not compare_view(before, Side(after.version, Contents(), ())).known
+    assert not compare_view(before, SideOfPage(after.version, Contents(), ())).known
 
 
 def test_a_comparison_of_many_tensors_names_the_first_of_them() -> None:

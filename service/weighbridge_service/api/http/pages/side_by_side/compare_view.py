@@ -25,7 +25,7 @@ NAMES = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class SideOfPage:
     """A version with its contents, and the refs that name it."""
 
     version: Version
@@ -104,7 +104,7 @@ class CompareView:
     others: tuple[Named, ...]
 
 
-def compare_view(before: Side, after: Side) -> CompareView:
+def compare_view(before: SideOfPage, after: SideOfPage) -> CompareView:
     """Two versions of a model side by side."""
     old = {each.name: each for each in before.contents.tensors}
     new = {each.name: each for each in after.contents.tensors}
@@ -135,7 +135,7 @@ def compare_view(before: Side, after: Side) -> CompareView:
     )
 
 
-def _facts(before: Side, after: Side) -> tuple[Row, ...]:
+def _facts(before: SideOfPage, after: SideOfPage) -> tuple[Row, ...]:
     a, b = before.version, after.version
     texts = (
         ("state", a.state.value, b.state.value),
@@ -198,7 +198,7 @@ def _size(nbytes: int) -> str:
     return readable_size(nbytes) if nbytes else ""
 
 
-def _files(side: Side) -> str:
+def _files(side: SideOfPage) -> str:
     files = side.contents.files
     if not files:
         return ""
