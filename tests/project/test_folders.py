@@ -13,6 +13,9 @@ SOURCES = [
     "clients/weighbridge", "storage/weighbridge_storage", "service/weighbridge_service", "examples/weighbridge_demo",
 ]  # fmt: skip
 MOST_MODULES = 20
+SHARED_NAMES = {"WeighbridgeCheckpointEngine"}
+"""Names of classes in several modules: verl's and NeMo-RL's bases are called CheckpointEngine."""
+MOST_SHARED_PRIVATE = 9
 QUESTION = re.compile(r"(How|What|Which|Where|Who|Why|When|Is|Does)\b")
 MODULES = sorted(
     path
@@ -58,3 +61,15 @@ def test_a_modules_docstring_begins_with_the_noun_that_it_is() -> None:
     said = {path: ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "" for path in MODULES}
     assert [str(path.relative_to(ROOT)) for path, text in said.items() if not text] == []
     assert [str(path.relative_to(ROOT)) for path, text in said.items() if QUESTION.match(text)] == []
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for path in MODULES:
+        if not path.is_relative_to(ROOT / "examples"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    several = {name: found for name, found in places.items() if len(found) > 1}
+    assert {name: found for name, found in several.items() if name[0] != "_" and name not in SHARED_NAMES} == {}
+    assert len([name for name in several if name[0] == "_"]) <= MOST_SHARED_PRIVATE
