@@ -20,6 +20,9 @@ from tests.support.training_states import same_bits
 from weighbridge import EngineClient, PushHandle, TrainerClient
 from weighbridge._clients.copying import ahead
 from weighbridge._clients.copying.ahead import CopiesAhead
+from weighbridge._core import dtypes
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._formats.push_sources import StagingPool
 
 MODEL = "tests/ahead"
@@ -147,7 +150,9 @@ def test_memory_goes_back_once_and_when_the_last_user_is_done() -> None:
     with CopiesAhead(10_000) as copies:
         copies.begin([tensor, tensor.view(1000), tensor[:500]], pool)
         copies.begin([tensor, torch.arange(2000.0)], pool)
-        pushes = [copies.source([tensor], pool)[1] for _ in range(2)]
+        spec = TensorSpec("tensor", dtypes.parse("f32"), (1000,))
+        layout = Layout.stream([spec], [Shard("tensor", Box.whole((1000,)))])
+        pushes = [copies.shards(layout, [tensor], pool)[1] for _ in range(2)]
     for push in pushes:
         assert not pool._free
         push.release()

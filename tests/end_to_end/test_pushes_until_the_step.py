@@ -256,9 +256,9 @@ def test_what_something_else_may_change_is_copied_once_for_weights_and_training_
     layout = Layout.stream([TensorSpec("frozen", dtypes.parse("f32"), (1000,))], [Shard("frozen", Box.whole((1000,)))])
     read = []
     for _ in range(2):
-        source, copying = copies.source([frozen], StagingPool())
+        shards, copying = copies.shards(layout, [frozen], StagingPool())
         copying.release()
-        opened = source([0], layout)
+        opened = shards.select([0], layout)
         assert isinstance(opened, TensorSource)
         read += opened._tensors
     assert read[0] is read[1]

@@ -412,14 +412,10 @@ def run_trainer(told: Told, address: str, shapes: Mapping[str, Sequence[int]]) -
             step = told.end.recv()
             tensors = tensors_of(shapes, step)
             layout = rows_layout({name: tensor.numpy() for name, tensor in tensors.items()}, 0, 1)
-
-            def source(indexes: Sequence[int], stream: Any) -> Source:
-                taken = [tensors[layout.placements[i].shard.tensor] for i in indexes]  # noqa: B023
-                return Source(StagingPool(), stream, taken)
-
+            shards = Source(StagingPool(), layout, [tensors[each.shard.tensor] for each in layout.placements])
             try:
                 pushed = client.push_shards(
-                    MODEL, layout, TensorSpace.HUGGING_FACE, source, step=step, rank=0, world_size=1
+                    MODEL, layout, TensorSpace.HUGGING_FACE, shards, step=step, rank=0, world_size=1
                 ).wait("ready", timeout=WAIT_SECONDS / 2)
                 told.say((step, pushed.number))
             except WeighbridgeError as error:

@@ -109,6 +109,10 @@ class PushTerms:
         return PushTerms(self.hold, None if self.agreement is None else self.agreement.behind())
 
 
+ALONE = PushTerms()
+"""Terms of a push without a time limit, made by ranks without a process group."""
+
+
 @dataclass(slots=True)
 class _RankPush:
     """The push of one rank that has declared its layout.
@@ -118,12 +122,13 @@ class _RankPush:
         layout: layout of the shards that the rank holds.
         declared: response of the service to that layout.
         chosen: layout of the shards that the rank must push.
-        shards: the shards that the rank holds.
+        shards: the shards that the rank holds; None once those that it pushes are copied, so that their tensors can be
+            freed.
         copying: copies of the shards.
         hold_seal: see `Pusher.push`.
         hold: limit of the time for which the push may block its rank.
         began, returned: times at which the call began and returned, by the monotonic clock.
-        turn: acquired by the caller or the thread, whichever is first. It ends the push.
+        turn: whoever acquires it, the caller or the thread, releases slot, copies and span.
         report: result of the push.
         taken: the copied shards; None before they are copied.
     """
@@ -132,7 +137,7 @@ class _RankPush:
     layout: Layout
     declared: pb.DeclareLayoutResponse
     chosen: Layout
-    shards: HeldShards | ArrivingWeights
+    shards: HeldShards | ArrivingWeights | None
     copying: Copying
     hold_seal: bool
     hold: Hold
@@ -141,10 +146,6 @@ class _RankPush:
     turn: threading.Lock = field(default_factory=threading.Lock)
     report: Future[PushReport] = field(default_factory=Future)
     taken: _Taken | None = None
-
-
-ALONE = PushTerms()
-"""Terms of a push without a time limit, made by ranks without a process group."""
 
 
 class Pusher:
@@ -256,6 +257,7 @@ class Pusher:
             )
             if not copying.is_behind(needed):
                 push.taken = self._take(push)
+            seal = partial(stream.seal, push.taken.replicas) if push.taken is not None and hold_seal else None
             push.returned = time.monotonic()
             # not a daemon: a trainer that ends after its last push must not lose it
             threading.Thread(target=self._go_on, args=(push,), name=f"push-{model}@{number}").start()
@@ -290,7 +292,6 @@ class Pusher:
             raise
         with self._lock:
             self._running = [each for each in self._running if not each.done()] + [push.report]
-        seal = partial(stream.seal, push.taken.replicas) if push.taken is not None and hold_seal else None
         return PushHandle(connection, model, number, chosen.nbytes, push.report, seal, copying)
 
     def _declare(
@@ -417,14 +418,16 @@ class Pusher:
 
     def _take(self, push: _RankPush) -> _Taken:
         """Copy the shards of a rank."""
-        stream, chosen, shards, declared = push.stream, push.chosen, push.shards, push.declared
+        stream, chosen, declared = push.stream, push.chosen, push.declared
+        shards, push.shards = push.shards, None
+        assert shards is not None  # noqa: S101 - copied once
         header, counts = stream.header, stream.counts
         replicas: Sequence[pb.ReplicaChecksum] = ()
         copy = spans.child(stream.span, "weighbridge.copy", {"weighbridge.bytes": chosen.nbytes})
         with copy, push.copying.made():
             begun = time.monotonic()
             if isinstance(shards, ArrivingWeights):
-                passing = shards.shards(chosen)
+                passing = shards.passing(chosen)
                 granted = ask_memory(self._connection.lane_at(stream.at), header, chosen)
                 delivery = take_passing(
                     granted, chosen, passing, stream.send, shards.buffer_bytes, counts, self.staging

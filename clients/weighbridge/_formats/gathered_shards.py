@@ -307,7 +307,7 @@ def _sums(octets: torch.Tensor) -> torch.Tensor:
     return torch.stack(sums) if sums else words
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ArrivingWeights:
     """Whole tensors that will arrive, before it is known which shards of them the rank pushes.
 
@@ -324,7 +324,7 @@ class ArrivingWeights:
     expected: Collection[str] | None
     buffer_bytes: int
 
-    def shards(self, stream: Layout) -> GatheredShards:
+    def passing(self, stream: Layout) -> GatheredShards:
         """The shards with this layout, as they arrive."""
         return GatheredShards(
             self.weights,

@@ -188,7 +188,9 @@ class _Shifted(StreamSource):
 
 
 class TensorSource(ShardSource, HeldShards):
-    """Shards that are tensors.
+    """Shards that are tensors: those that a rank holds, and those of them that it pushes.
+
+    A subclass with a value for each shard overrides `select`.
 
     Args:
         staging: makes the stream, if there is to be one.

@@ -58,7 +58,7 @@ class AdapterPushes:
         said = {BASE: base, ADAPTER_DIGEST: adapter_digest(found.config_json, tensors)}
         call.options["metadata"] = {**(call.options.get("metadata") or {}), **said}
         call.registration = _registration(call, base, found.config_json, tensors)
-        return self._pushes.shards(call, found.layout, TensorSpace.HUGGING_FACE, found.shards)
+        return self._pushes.push_shards(call, found.layout, TensorSpace.HUGGING_FACE, found.shards)
 
     def push(self, call: PushCall, peft_model: Any, base: str, adapter_name: str, embeddings: bool | str) -> PushHandle:
         """Push an adapter of a model in training; see `TrainerClient.push_adapter`."""

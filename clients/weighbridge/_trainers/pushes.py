@@ -162,7 +162,7 @@ class Pushes:
                 raise
             call.handle = self._skipped(opening, "step", error)
 
-    def shards(self, call: PushCall, layout: Layout, space: TensorSpace, shards: HeldShards) -> PushHandle:
+    def push_shards(self, call: PushCall, layout: Layout, space: TensorSpace, shards: HeldShards) -> PushHandle:
         """Push the shards of any layout; see `TrainerClient.push_shards`."""
         with self.on_terms(call):
             self._say(call)
@@ -175,7 +175,7 @@ class Pushes:
     def weights(self, call: PushCall, weights: FolderWeights) -> PushHandle:
         """Push the weights of a folder; see `TrainerClient.push_folder`."""
         call.opening.cast_from.extend(weights.cast_from)
-        return self.shards(call, weights.layout, TensorSpace.HUGGING_FACE, weights.shards)
+        return self.push_shards(call, weights.layout, TensorSpace.HUGGING_FACE, weights.shards)
 
     def megatron(self, call: PushCall, trained: Any, cast: str, until: Any) -> PushHandle:
         """Push a sharded state dict of Megatron-core; see `TrainerClient.push`."""
@@ -227,19 +227,26 @@ class Pushes:
         opening, rank, ranks = call.opening, call.rank, call.opening.ranks
         with self.on_terms(call), self._known.of(opening.model) as tensors:
             self._say(call)
-            with self.pusher.telling([opening], rank, call.terms):
-                if held is None:
-                    shares = share_layout(tensors, rank, ranks)
-                    weights = ArrivingWeights(passing, tensors, rank, ranks, cast, None, buffer_bytes)
-                else:
-                    shares = held_layout(tensors, held)
-                    weights = ArrivingWeights(passing, tensors, 0, 1, cast, shares.tensors, buffer_bytes)
+            with self.telling(call):
+                shares = share_layout(tensors, rank, ranks) if held is None else held_layout(tensors, held)
+            weights = ArrivingWeights(
+                weights=passing,
+                model=tensors,
+                rank=rank if held is None else 0,
+                ranks=ranks if held is None else 1,
+                cast=cast,
+                expected=None if held is None else shares.tensors,
+                buffer_bytes=buffer_bytes,
+            )
             call.handle = self.pusher.push(opening, rank, shares, TensorSpace.HUGGING_FACE, weights, terms=call.terms)
         return call.handle
 
     @contextmanager
     def copying(self, call: PushCall, until: Any = None) -> Iterator[Copies]:
-        """Context of the copies of a call, which has begun. The rank finds and pushes its tensors in it.
+        """Context of the copies of a call, which has begun.
+
+        In it, a method finds the rank's shards and begins their copies (`begin`), inside `telling`, so that all ranks
+        are notified if the tensors are refused. Then it calls `tensors`.
 
         Args:
             call: the call. Its options are put into its opening.
@@ -258,7 +265,6 @@ class Pushes:
     def begin(self, call: PushCall, copies: Copies, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
         """Begin to copy the tensors of the shards that a rank holds, as far as it will probably push them."""
         self.pusher.begin(copies, call.opening.model, layout, tensors)
-        call.opening.cast_from.extend(cast_dtypes(layout, tensors))
 
     def _state(self, call: PushCall, copies: Copies, own: TrainingTensors) -> TrainingState:
         """Begin to copy the tensors of a training state, and return the state."""
@@ -286,6 +292,8 @@ class Pushes:
             state: the rank's training state.
         """
         behind, rank, terms = call.behind, call.rank, call.terms
+        with self.telling(call):
+            call.opening.cast_from.extend(cast_dtypes(layout, tensors))
         shards, copying = copies.shards(layout, tensors, self.pusher.staging)
         handle = self.pusher.push(
             call.opening, rank, layout, space, shards,

@@ -28,6 +28,7 @@ from weighbridge._trainers.restorer import Restorer
 from weighbridge._trainers.torch_dist.folder import DEFAULT_FILE_BYTES
 from weighbridge._trainers.training import Beside
 from weighbridge._trainers.training_files import WrittenCheckpoint, write_checkpoint
+from weighbridge.errors import InvalidArgument
 
 if TYPE_CHECKING:
     import torch
@@ -296,15 +297,21 @@ class TrainerClient(Client):
             model: ``namespace/name`` of a registered model.
             layout: the shards that this rank holds, as one stream.
             space: space of the tensors' names, ``TensorSpace.MEGATRON`` or ``TensorSpace.HUGGING_FACE``.
-            shards: these shards. This rank pushes those that it must, and compares those that other ranks hold too.
+            shards: these shards; `HeldShards.select` gives the source of those that the rank pushes, or compares with
+                other ranks.
             step, rank, world_size, run, request_id, options: see `push`.
             hold_seal: whether only `PushHandle.seal` seals this rank. Until then the version does not become visible.
             cast_from: safetensors' names of the dtypes from which the source casts; the version's manifest lists them.
         """
+        if not isinstance(shards, HeldShards):
+            raise InvalidArgument(
+                f"shards is a {type(shards).__name__}, not HeldShards",
+                fix="derive a class from weighbridge.HeldShards; its select(indexes, stream) returns their source",
+            )
         call = self._pushes.call(model, step, self._run(run), rank, world_size, request_id, options, part=True)
         call.hold_seal = hold_seal
         call.opening.cast_from.extend(cast_from)
-        return self._pushes.shards(call, layout, space, shards)
+        return self._pushes.push_shards(call, layout, space, shards)
 
     def push_adapter(
         self,
@@ -589,7 +596,7 @@ class TrainerClient(Client):
         found = CheckpointFolder.read(Path(folder))
         step = known_step(found.step if step is None else step, folder)
         call = self._pushes.call(training_of(model), step, self._run(run), 0, 1, str(uuid.uuid4()), options, part=True)
-        return self._pushes.shards(call, found.layout, found.space, found.shards)
+        return self._pushes.push_shards(call, found.layout, found.space, found.shards)
 
     def restore(
         self,

@@ -176,10 +176,11 @@ class CheckpointToPush:
         )
         declared = [replace(spec, dtype=tensors[self.targets[spec.name]].dtype) for spec in self.declared]
         stream = Layout.stream(declared, [shard for shard, _ in self.shards])
-        shards: HeldShards = MappedSource(stream, places, files)
-        cast_from: tuple[str, ...] = ()
+        shards: HeldShards
         if declared != list(self.declared):
             shards, cast_from = self._casting(stream, files)
+        else:
+            shards, cast_from = MappedSource(stream, places, files), ()
         return client.push_shards(
             model, stream, self.space, shards, step=step, rank=0, world_size=1, run=run,
             request_id=str(uuid.uuid4()), cast_from=cast_from, **options,

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.support.held_shards import NotSelected
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
@@ -660,7 +661,7 @@ def test_failed_versions_are_listed_when_asked_for(service: RunningService, hf_d
     layout = Layout.stream([spec], [Shard(spec.name, Box.whole(spec.shape))])
     with TrainerClient(service.address) as trainer, pytest.raises(LayoutError):
         trainer.push_shards(
-            "acme/failing", layout, TensorSpace.HUGGING_FACE, pytest.fail, step=1, rank=0, world_size=1
+            "acme/failing", layout, TensorSpace.HUGGING_FACE, NotSelected(), step=1, rank=0, world_size=1
         ).wait(timeout=60)
     assert [v["number"] for v in as_json(weighbridge(service, "versions", "acme/failing"))] == [1]
     everything = as_json(weighbridge(service, "versions", "acme/failing", "--all"))

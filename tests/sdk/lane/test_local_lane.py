@@ -14,8 +14,10 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +31,7 @@ from tests.support.services import RunningService, lane_service, running_service
 from tests.support.waiting import eventually
 from weighbridge import Boxes, EngineClient, TensorParallel, TrainerClient
 from weighbridge._clients.push_handle import PushHandle
+from weighbridge._clients.pushing import Pusher
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
@@ -363,6 +366,41 @@ def test_nobody_may_write_to_a_version_of_which_all_bytes_have_come(
         connection.close()
         raw.seal(MODEL, number)
     assert_served(service.address, number, sources[0].arrays)
+
+
+@pytest.mark.parametrize("lane", ["local", "grpc"])
+def test_a_push_does_not_keep_the_shards_that_it_has_copied(
+    service: RunningService, sources: list[TinyModel], lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = rows_layout(sources[0].arrays, 0, 1)
+    shards = TensorSource(
+        StagingPool(), layout, [torch.from_numpy(sources[0].arrays[each.shard.tensor]) for each in layout.placements]
+    )
+    freed = weakref.ref(shards)
+    delivering, go_on_delivering = threading.Event(), threading.Event()
+    deliver = Pusher._deliver
+
+    def slowly(*arguments: Any) -> Any:
+        delivering.set()
+        assert go_on_delivering.wait(60)
+        return deliver(*arguments)
+
+    monkeypatch.setattr(Pusher, "_deliver", slowly)
+    with TrainerClient(service.address, lane=lane) as trainer:
+        handle = trainer.push_shards(MODEL, layout, TensorSpace.HUGGING_FACE, shards, step=9, rank=0, world_size=1)
+        assert delivering.wait(60)
+        del shards
+        gc.collect()
+        assert freed() is None
+        go_on_delivering.set()
+        assert_served(service.address, handle.wait(timeout=60).number, sources[0].arrays)
+
+
+def test_shards_that_are_a_function_are_refused_before_a_version_is_opened(trainer: TrainerClient) -> None:
+    before = len(list(trainer.versions(MODEL, include_invisible=True)))
+    with pytest.raises(InvalidArgument, match="not HeldShards"):
+        trainer.push_shards(MODEL, Layout({}, ()), TensorSpace.HUGGING_FACE, print, step=9, rank=0, world_size=1)  # type: ignore[arg-type]
+    assert len(list(trainer.versions(MODEL, include_invisible=True))) == before
 
 
 def test_a_source_that_fails_gives_its_loan_back_and_says_why(

@@ -22,6 +22,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from tests.support.heads import allocate
+from tests.support.held_shards import NotSelected
 from tests.support.services import RunningService, running_service
 from tests.support.torch_ranks import fill
 from weighbridge import (
@@ -421,7 +422,7 @@ def test_what_needs_megatrons_names_is_refused_and_said_what_works_instead(
                 "odd/megatron",
                 layout,
                 TensorSpace.MEGATRON,
-                lambda *_: pytest.fail("asked for bytes"),
+                NotSelected(),
                 step=2,
                 rank=0,
                 world_size=1,

@@ -85,9 +85,7 @@ class MegatronRestore(RankRestore):
         except BaseException:
             _drop(fresh)
             raise
-        return _MegatronFilling(
-            layout, tensors, self._model, self._optimizers, values, fresh, stored.values.get("objects", {})
-        )
+        return _MegatronFilling(layout, tensors, self._model, self._optimizers, values, fresh, stored.values["objects"])
 
 
 @dataclass(frozen=True)

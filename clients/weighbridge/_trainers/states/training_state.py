@@ -121,7 +121,7 @@ class StoredState:
 class Filling(ABC):
     """Plan for the restore of a rank from a stored training state that fits it.
 
-    Once the tensors are filled, `finish` is called; if they could not be filled, `undo`.
+    Once the tensors are filled, `finish` is called; if that or the filling fails, `undo`.
 
     Attributes:
         layout: the shards to read, as one stream.
@@ -144,7 +144,8 @@ class RankRestore(ABC):
 
     @abstractmethod
     def fit(self, stored: StoredState) -> Filling:
-        """Fit the rank to a stored training state. Does not change the model.
+        """Fit the rank to a stored training state. Does not change the model; allocates state that an optimizer lacks,
+        which `Filling.undo` removes.
 
         Raises:
             LayoutError: the state belongs to another model or other optimizers; names the mismatches.

@@ -1,7 +1,8 @@
 """Worker extension of an engine that has another one too, such as verl's.
 
 vLLM accepts one extension, and each worker imports it by its qualified name. Here the name of an attribute is the other
-extension's qualified name, with colons instead of dots.
+extension's qualified name, with colons instead of dots. An engine whose worker has had the other extension before, in
+the same process, cannot get both.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from weighbridge.integrations.vllm.worker import WorkerExtension
 
 
-@functools.cache  # a worker extends its class once, unless the extension is a new class
+@functools.cache  # the same class each time: vLLM adds a class to its worker's bases only once
 def __getattr__(name: str) -> type[Any]:
     """Class with the methods of another extension and of `WorkerExtension`.
 

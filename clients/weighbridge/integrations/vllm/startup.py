@@ -131,8 +131,10 @@ def _complete(arguments: Any, transfer_config: Any) -> None:
 
 def _extension_with(other: str) -> str:
     """Qualified name of the worker extension that has weighbridge's methods, and those of another extension, if any."""
-    if not other or other.startswith(_EXTENSIONS):
-        return other or _WORKER_EXTENSION
+    if not other or other == _WORKER_EXTENSION:
+        return _WORKER_EXTENSION
+    if other.startswith(_EXTENSIONS):
+        return other
     return _EXTENSIONS + other.replace(".", ":")
 
 
