@@ -128,7 +128,7 @@ class _RankPush:
         hold_seal: see `Pusher.push`.
         hold: limit of the time for which the push may block its rank.
         began, returned: times at which the call began and returned, by the monotonic clock.
-        turn: whoever acquires it, the caller or the thread, releases slot, copies and span.
+        turn: the caller or the thread acquires it, and then releases slot, copies and span.
         report: result of the push.
         taken: the copied shards; None before they are copied.
     """
