@@ -131,7 +131,7 @@ def test_an_engine_that_does_not_say_where_its_server_is_is_not_waited_for_for_e
 
 def test_the_pause_is_that_of_the_framework_unless_it_is_said() -> None:
     install("miles")
-    settings = importlib.import_module("weighbridge.integrations.slime").Settings
+    settings = importlib.import_module("weighbridge.integrations.slime").SlimeSettings
     assert settings.of(arguments("slime", **SETTINGS)).pause_mode == "abort"
     assert settings.of(arguments("miles", **SETTINGS)).pause_mode == "retract"
     said = {"weighbridge": {"model": "a/b", "pause_mode": "in_place"}}

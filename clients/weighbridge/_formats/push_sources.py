@@ -44,6 +44,9 @@ Bytes = NDArray[np.uint8]
 class HeldShards(ABC):
     """The shards that a rank holds, before it is known which of them it pushes."""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
     @abstractmethod
     def select(self, indexes: Sequence[int], stream: Layout) -> ShardSource:
         """Source of some of the shards. It may be called any number of times, also for the same shards.
